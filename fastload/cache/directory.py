@@ -142,7 +142,7 @@ class Directory:
         return Index(self.path / "index", readonly=True)
 
     def _open_writable(self) -> Index:
-        """To read and write; where the disk has no room for the mark that it is in use, to read."""
+        """Open to read and write; where the disk has no room for the mark that it is in use, to read."""
         try:
             return self._open_locked()
         except (OSError, lmdb.DiskError) as error:
@@ -224,7 +224,7 @@ class Directory:
             file.write(text.encode())
 
     def mark_damaged(self) -> None:
-        """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""
+        """Let the next process that opens the directory alone make a new index: LMDB called it corrupt."""
         self._damaged = True
         if not self.readonly:
             with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ class Directory:
     # -- records
 
     def read(self, key: bytes, entry: Entry) -> memoryview | None:
-        """The verified payload; None when the cache was cleared since the lookup.
+        """Return the verified payload; None when the cache was cleared since the lookup.
 
         Raises CorruptRecordError when the bytes are not what the entry promises, OSError or lmdb.Error when
         they cannot be read.
@@ -246,7 +246,7 @@ class Directory:
             return None
 
     def segment_names(self) -> list[str]:
-        """Names of the segment files on disk: regular files with a name of ours."""
+        """Return the names of the segment files on disk: regular files with a name of ours."""
         names = []
         for name in os.listdir(self.segments_fd):  # noqa: PTH208 (a descriptor, not a path)
             with contextlib.suppress(FileNotFoundError):
@@ -256,7 +256,7 @@ class Directory:
         return names
 
     def unindexed(self) -> Iterator[tuple[int, SegmentReader, bytes, Entry]]:
-        """Records in segments that the index does not point to; registers segments it does not know."""
+        """Yield records that the index does not point to; registers segments it does not know."""
         numbers = {name: number for number, name in self.index.segments().items()}
         for name in self.segment_names():
             with contextlib.suppress(CorruptRecordError, OSError):
@@ -267,7 +267,7 @@ class Directory:
                         yield number, reader, key, entry
 
     def _reindex(self, stopping: threading.Event) -> None:
-        """The writer's first job after a lost index. Payloads are verified when they are read."""
+        """Index all segments: the writer's first job after a lost index. Reads verify payloads."""
         batch: dict[int, list[tuple[bytes, Entry]]] = {}
         for number, _, key, entry in self.unindexed():
             if stopping.is_set():
@@ -281,7 +281,7 @@ class Directory:
         self._write_state(self._read_state()._replace(reindex=False))
 
     def publish(self, number: int, found: list[tuple[bytes, Entry]]) -> int:
-        """Index records that were found in a segment; how many were new. Of a cleared one: none."""
+        """Index records of a segment. Returns how many were new; of a cleared segment, none."""
         with contextlib.suppress(SegmentGoneError):
             return self.index.publish(number, found)
         return 0
@@ -319,7 +319,7 @@ class Directory:
         self.segments_fd = self._lock_fd = self.root_fd = -1
 
     def forget(self, held: bool) -> None:
-        """After a fork, in the child: let go of the parent's files, touching none of its locks."""
+        """Let go of the parent's files, touching none of its locks: after a fork, in the child."""
         self.files.forget()
         if self.writer is not None:
             self.writer.forget()
@@ -347,7 +347,7 @@ def is_readonly(path: str) -> bool:
 
 
 def open_root(path: str) -> int:
-    """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
+    """Return the file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
     make_root(path)
     root = Path(path) / FOLDER
     with contextlib.suppress(FileExistsError):

@@ -102,7 +102,7 @@ def push(
 
 
 def _entries(directory: Directory) -> deque[tuple[bytes, Entry]]:
-    """All entries in their order on disk, from a random one on."""
+    """Return all entries in their order on disk, from a random one on."""
     found = []
     for key, value in directory.index.items():
         try:
@@ -118,7 +118,7 @@ def _entries(directory: Directory) -> deque[tuple[bytes, Entry]]:
 def _choose(
     directory: Directory, todo: deque[tuple[bytes, Entry]], published: set[bytes], done: Pushed
 ) -> list[tuple[bytes, Entry]]:
-    """The records of the next pack, taken out of `todo`."""
+    """Return the records of the next pack, taken out of `todo`."""
     disk = os.fstatvfs(directory.root_fd)
     room = min(PACK_BYTES, max(_SMALLEST_PACK, disk.f_bavail * disk.f_frsize // 2))
     chosen: list[tuple[bytes, Entry]] = []
@@ -233,7 +233,7 @@ class _Span(NamedTuple):
         return self.records[-1].offset + self.records[-1].length
 
     def takes(self, record: Record, range_bytes: int) -> bool:
-        """Whether one request for this record too is worth its bytes."""
+        """Return whether one request for this record too is worth its bytes."""
         near = record.offset - self.stop <= _GAP_BYTES
         return near and record.offset + record.length - self.start <= range_bytes
 
@@ -299,7 +299,7 @@ def _count(chosen: Iterable[Chosen]) -> int:
 
 
 def _wanted(packs: list[Pack], only: bytes | None) -> list[Chosen]:
-    """The records of each pack that are wanted, and that no pack before it has."""
+    """Return the records of each pack that are wanted, and that no pack before it has."""
     if not packs:
         return []
     keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
@@ -311,7 +311,7 @@ def _wanted(packs: list[Pack], only: bytes | None) -> list[Chosen]:
 
 
 def _lacked(directory: Directory, pack: Pack) -> Chosen:
-    """The records of a pack that the cache lacks."""
+    """Return the records of a pack that the cache lacks."""
     lacked = np.zeros(len(pack), np.bool_)
     for start in range(0, len(pack), _LOOKED_UP):
         some = slice(start, start + _LOOKED_UP)
@@ -337,7 +337,7 @@ class _Pulling:
         self._ended = threading.Event()
 
     def spans(self, pack: Pack, chosen: Chosen) -> Iterator[_Span]:
-        """The requests for some records of a pack: each for what the cache lacks when it is asked for."""
+        """Yield requests for some records of a pack, each for what the cache lacks when it goes out."""
         numbers = np.flatnonzero(chosen)
         stops = np.cumsum(pack.lengths)
         while len(numbers):

@@ -60,16 +60,16 @@ class Listings:
 
     @classmethod
     def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
-        """Those of a dataset with this cache."""
+        """Return those of a dataset with this cache."""
         parse_duration(max_age, "listing_max_age")  # before a warning about the folder
         return cls(None if cache is None else cache.manifests, max_age)
 
     def __fingerprint__(self) -> tuple[()]:
-        """No sample depends on where a listing comes from: see `datasets.fingerprint`."""
+        """Return nothing: no sample depends on where a listing comes from: see `datasets.fingerprint`."""
         return ()
 
     def open(self, store: Store, query: ListingQuery = EVERYTHING) -> Manifest:
-        """The objects of a store: those that this job has listed, a kept listing, or a new one.
+        """Return the objects of a store: those that this job has listed, a kept listing, or a new one.
 
         A listing that cannot tell an old object from a new one, or its place from another, is not kept, and
         a warning says so. After 2 s a listing shows its progress on stderr, or logs it.
@@ -118,7 +118,7 @@ class Listings:
         return manifest
 
     def holding(self, keys: str, versions: str) -> Manifest | None:
-        """The kept listing with these `Manifest.digests`, of any age."""
+        """Return the kept listing with these `Manifest.digests`, of any age."""
         if self.directory is None:
             return None
         found = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
@@ -126,7 +126,7 @@ class Listings:
 
 
 def latest(directory: Path) -> list[Manifest]:
-    """The newest kept listing of each name."""
+    """Return the newest kept listing of each name."""
     found = []
     for record in sorted(directory.glob("*.listings")):
         kept = _read(record)["listings"]
@@ -148,7 +148,7 @@ class _Shelf:
         self._record = directory / f"{name}.listings"
 
     def find(self, job: Job | None, max_age: float, usable: Callable[[Manifest], bool]) -> Manifest | None:
-        """The listing of this job, or else the newest one if it is young enough; noted as the job's."""
+        """Return the listing of this job, or the newest one if it is young enough; noted as the job's."""
         with self._changing() as record:
             now = time.time()
             of_job = next((one for one in reversed(record["jobs"]) if job and _is_of(job, one)), None)
@@ -211,7 +211,7 @@ class _Shelf:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        """The record; written if the block has changed it."""
+        """Open the record; it is written if the block has changed it."""
         lock = self._lock("listings.lock")
         try:
             if lock is not None:
@@ -238,7 +238,7 @@ class _Shelf:
 
 
 def _is_of(job: Job, entry: dict[str, Any]) -> bool:
-    """Whether this entry of a record is of this rank's job, and not of an earlier one of the same word.
+    """Return whether an entry of a record is of this rank's job, and not of an earlier one so named.
 
     Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
     """
@@ -266,7 +266,7 @@ def _note(record: dict[str, Any], job: Job, digest: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A record; an empty one if there is none, or if it is damaged or another's."""
+    """Return a record; an empty one if there is none, or if it is damaged or another's."""
     empty: dict[str, Any] = {"listings": [], "jobs": []}
     try:
         with os.fdopen(open_kept(path), "rb") as file:
@@ -288,7 +288,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _may_keep(manifest: Manifest, store: Store) -> bool:
-    """Whether changes of its objects can be told; a warning says why not."""
+    """Return whether changes of its objects can be told; a warning says why not."""
     why = manifest.why_not_cached(store)
     if why:
         warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=4)

@@ -65,12 +65,12 @@ class Report:
         return self.bad_entries == self.dropped_entries
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and `ok`, for JSON."""
+        """Return the fields and `ok`, for JSON."""
         return dataclasses.asdict(self) | {"ok": self.ok}
 
 
 def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
-    """The size of a cache directory (None: it does not exist) and the free bytes of its disk.
+    """Return the size of a cache directory (None: it does not exist) and the free bytes of its disk.
 
     Raises:
         CacheError: it cannot be read.
@@ -92,7 +92,7 @@ def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
 
 
 def share_containing(directory: Directory, pattern: bytes) -> float | None:
-    """The share of the records that have these bytes in them, estimated from a few; None: there is none."""
+    """Return the share of the records with these bytes in them, estimated from a few; None: no record."""
     found = []
     with _as_cache_errors(directory):
         for key, value in directory.index.some(_LOOKED_AT).items():
@@ -216,7 +216,7 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 
 
 def _manifests(directory: Directory) -> list[Path]:
-    """The files that datasets keep beside the segments, in `Cache.manifests`."""
+    """Return the files that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []

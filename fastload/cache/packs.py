@@ -59,14 +59,14 @@ def is_pack_name(key: str) -> bool:
 
 
 def tail_size(name: str) -> int:
-    """The bytes of index and trailer of a pack, which its name tells."""
+    """Return the bytes of index and trailer of a pack, which its name tells."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
 
 
 def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]) -> bytes:
-    """Index and trailer of a pack of records, as (key, length, checksum) in the order of their payloads."""
+    """Return index and trailer of a pack of records: (key, length, checksum), in the payloads' order."""
     head = json.dumps({"sources": sorted(sources)}).encode() + b"\n"
     if len(head) > _MOST_HEAD:  # of thousands of places; whoever reads the pack takes them for unknown
         head = b'{"sources": []}\n'
@@ -75,7 +75,7 @@ def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]
 
 
 def pack_name(tail: Buffer) -> str:
-    """The name of the pack that ends with these bytes."""
+    """Return the name of the pack that ends with these bytes."""
     return f"{hashlib.blake2b(tail, digest_size=16).hexdigest()}-{len(tail)}.pack"
 
 
@@ -136,7 +136,7 @@ class Pack:
         return self.chosen(np.arange(len(self)))
 
     def chosen(self, numbers: np.ndarray[Any, Any]) -> Iterator[Record]:
-        """Some records, by their numbers in this pack."""
+        """Yield some records, by their numbers in this pack."""
         offsets = np.cumsum(self.lengths) - self.lengths
         for number in numbers:
             key, length, payload_sum = self._records[number].item()
@@ -242,7 +242,7 @@ class Published:
 
 
 def sources_of(cache: Cache) -> frozenset[str]:
-    """The identities of the places that the datasets of this cache list."""
+    """Return the identities of the places that the datasets of this cache list."""
     folder = cache.manifests
     if folder is None or not folder.is_dir():
         return frozenset()

@@ -149,7 +149,7 @@ class Remote:
             self._start("pull", self._waiting.pop(0))
 
     def push(self) -> None:
-        """Publish what is not published yet, in the background. A push that runs still is not begun again."""
+        """Publish what is not published yet, in the background. Does nothing while a push is running."""
         with self._lock:
             self._collect("push")
             if "push" not in self._running:
@@ -177,7 +177,7 @@ class Remote:
             self._end("push")
 
     def _await_push(self) -> None:
-        """Requests to the store have deadlines, so this ends."""
+        """Wait for a push to end, as it does: requests to the store have deadlines."""
         if (running := self._running.get("push")) is not None:
             try:
                 running.process.wait(_SAY_SECONDS)
@@ -282,7 +282,7 @@ _remotes = ProcessLocal(_new_remotes)  # by directory and URL
 
 
 def remote_of(cache: Cache) -> Remote | None:
-    """The one of this process for the cache's directory and URL; None: the cache has no remote."""
+    """Return this process's `Remote` for the cache, or None without `remote=`."""
     if cache.remote is None:
         return None
     remotes, key = _remotes.get(), (cache.path, cache.remote.url)

@@ -103,7 +103,7 @@ class Writer:
         self._queue.drop(key, entry)
 
     def _start(self) -> None:
-        """Before anything is queued: `close` then finds the thread that has to write it."""
+        """Start the thread before anything is queued: `close` then finds who has to write it."""
         if self._thread is not None or self._queue.has_ended:
             return
         with self._starting:
@@ -135,7 +135,7 @@ class Writer:
         return threading.current_thread() is self._thread
 
     def forget(self) -> None:
-        """After a fork, in the child, where the thread does not exist: close the inherited segment."""
+        """Close the inherited segment, in a forked child, where the thread does not exist."""
         if self._segment is not None:
             self._segment.close()
 
@@ -326,7 +326,7 @@ class WriteQueue:
         return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
 
     def _is_batch(self) -> bool:
-        """Whether what is queued need not wait for more: it fills a batch, or half of a smaller queue."""
+        """Return whether what is queued need not wait: it fills a batch, or half of a smaller queue."""
         return len(self._items) >= BATCH_RECORDS or self.nbytes >= min(BATCH_BYTES, payload_limit() // 2)
 
     def drop(self, key: bytes, entry: Entry) -> None:
@@ -360,7 +360,7 @@ class WriteQueue:
             self._changed.notify_all()
 
     def take(self) -> Batch | None:
-        """The next batch, once there is one; None once the queue is closed and empty."""
+        """Return the next batch, once there is one; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
             self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
@@ -373,7 +373,7 @@ class WriteQueue:
         return Batch(items, drops) if items or drops else None
 
     def finish(self, items: Sequence[Item], count: int) -> None:
-        """These records, and `count` queued things in all, are settled."""
+        """Count these records, and `count` queued things in all, as done."""
         with self._changed:
             self.nbytes -= sum(record_size(item.length) for item in items)
             self._keys.difference_update(item.key for item in items)

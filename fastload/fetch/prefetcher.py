@@ -118,12 +118,12 @@ class Prefetcher:
         self._samples.drain_counters()
 
     def is_here(self, index: int) -> bool:
-        """Whether `get` will not wait for the store."""
+        """Return whether `get` will not wait for the store."""
         read = self._reads.get(index)
         return read is not None and (read.done or read.entry is not None)
 
     def get(self, index: int) -> Any:
-        """The sample's bytes (or what `prepare` made of them). Blocks until they are there.
+        """Return the sample's bytes (or what `prepare` made of them). Blocks until they are there.
 
         Raises:
             StoreError, DecodeError: reading or preparing this sample failed; the error carries its key.
@@ -167,7 +167,7 @@ class Prefetcher:
                 self._work.release()
 
     def outstanding(self) -> Outstanding:
-        """The samples that were requested and not handed out, and their requests."""
+        """Return the samples that were requested and not handed out, and their requests."""
         with self._work:
             self._drop_cancelled()
             awaited = tuple(index for index, read in self._reads.items() if read.awaited)
@@ -253,7 +253,7 @@ class Prefetcher:
                 self._forget(read)
 
     def _forget(self, read: Read) -> None:
-        """One of the readers that requested it does not want it any more."""
+        """Note that one of the readers that requested it does not want it any more."""
         read.wanted -= 1
         if read.wanted != 0:  # still wanted elsewhere, or already released
             return
@@ -273,7 +273,7 @@ class Prefetcher:
         self._threads.grow(min(self.limiter.value, busy + self._queues.may_begin()))
 
     def _read_on(self) -> None:
-        """A reader thread: reads the queue in order, within the limits on requests and bytes."""
+        """Read the queue in order, within the limits on requests and bytes: a reader thread."""
         while (part := self._next_part()) is not None:
             self._read_part(part)
             del part  # an idle thread holds no payload
@@ -313,7 +313,7 @@ class Prefetcher:
             self._work.notify()
 
     def _put_back(self, part: Part) -> None:
-        """A part was deferred and is to be read; or its sample is over, which ends here."""
+        """Queue a part that was deferred; or end its sample, where that is over."""
         read = part.read
         if read.wanted > 0:
             self._queues.put_back(part)
@@ -325,7 +325,7 @@ class Prefetcher:
             self._queues.let_go(read)
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
-        """A part has ended: `payload` is the sample, or None while other parts are missing."""
+        """Note that a part has ended: `payload` is the sample, or None while other parts are missing."""
         with self._done:
             self._queues.requests -= 1
             self.limiter.finished(seconds)
@@ -335,7 +335,7 @@ class Prefetcher:
             self._settle(read, payload, error)
 
     def _settle(self, read: Read, payload: Any, error: BaseException | None) -> None:
-        """As `_finish`, of a read that has no request in flight. The lock is held."""
+        """Do as `_finish` for a read that has no request in flight. The lock is held."""
         if read.done or (payload is None and error is None):
             return
         if error is not None:
@@ -349,7 +349,7 @@ class Prefetcher:
             self._done.notify_all()
 
     def _before_retry(self, error: StoreError, seconds: float) -> None:
-        """Before a request is made again."""
+        """Wait before a request is made again."""
         self._counters.add("get.retries")
         if error.retry == "slower":
             with self._work:

@@ -51,7 +51,7 @@ class ReaderQueues:
         return sum(len(queue.parts) for queue in self._order)
 
     def may_begin(self) -> int:
-        """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
+        """Return about how many parts the bytes allow to begin now: threads for more would only wait."""
         count = 0
         for queue in self._order:
             first = queue.parts[0].read if queue.parts else None
@@ -83,7 +83,7 @@ class ReaderQueues:
             self._first = reads if len(reads) > _LAST else set()
 
     def passed(self, read: Read) -> bool:
-        """A read was handed out, or others need not wait for it. Whether they may start because of that."""
+        """Note that others need not wait for a read. Returns whether they may start because of that."""
         if not self._first or read not in self._first:
             return False
         self._first.remove(read)
@@ -92,7 +92,7 @@ class ReaderQueues:
         return not self._first
 
     def await_read(self, read: Read) -> bool:
-        """A consumer waits for a read. Whether others may start because of that.
+        """Note that a consumer waits for a read. Returns whether others may start because of that.
 
         One that waits for another read than those of the first batch does not use that in its order.
         """
@@ -128,11 +128,11 @@ class ReaderQueues:
         return bool(parts)
 
     def is_next(self, read: Read) -> bool:
-        """Whether its parts stand before all others."""
+        """Return whether its parts stand before all others."""
         return bool(self._order and (parts := self._order[0].parts)) and parts[0].read is read
 
     def startable(self) -> ReaderQueue | None:
-        """The queue whose first part may be read now, or None: requests or bytes have to end first."""
+        """Return the queue whose first part may be read now, or None: requests or bytes have to end first."""
         if self.requests >= self._limiter.value:
             return None
         for queue in list(self._order):
@@ -158,13 +158,13 @@ class ReaderQueues:
         return part
 
     def let_go(self, read: Read) -> None:
-        """The bytes of a read that was begun count no more."""
+        """Count the bytes of a read that was begun no more."""
         self.held -= read.size
         _queue_of(read).held -= read.size
         self._budget.handed_out(read.size)
 
     def grow_bytes(self, seconds: float) -> bool:
-        """A consumer has waited so long. Whether reads that only the bytes held back may begin now."""
+        """Grow the budget for a wait so long. Returns whether reads that only it held back may begin now."""
         if self.requests >= self._limiter.value or self.startable() is not None:
             return False
         reads = (queue.parts[0].read for queue in self._order if queue.parts)
@@ -172,7 +172,7 @@ class ReaderQueues:
         return first is not None and self._budget.grow(first.size, seconds)
 
     def _is_due(self, read: Read) -> bool:
-        """Whether it need not wait for the first batch."""
+        """Return whether it need not wait for the first batch."""
         first = self._first
         if not first or read in first or next(iter(first)).queue is not read.queue:
             return True
@@ -185,7 +185,7 @@ class ReaderQueues:
         return read.size <= self._room(queue, read.size)
 
     def _room(self, queue: ReaderQueue, size: int) -> int:
-        """The bytes that reads of a queue may begin, where the next one has this size."""
+        """Return the bytes that reads of a queue may begin, where the next one has this size."""
         most = self._budget.bytes(size)
         # Another iteration may hold the budget and never get its reads, so each queue has its own share.
         return max(most - self.held, most // len(self._order) - queue.held)
@@ -252,7 +252,7 @@ class DeferredReads:
         self._changed.notify()
 
     def measured(self, seconds: float) -> None:
-        """A read of ours took so long."""
+        """Note how long a read of ours took."""
         self._round_trip += (seconds - self._round_trip) / (8 if self._round_trip else 1)
 
     def close(self) -> None:

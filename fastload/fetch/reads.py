@@ -42,22 +42,22 @@ class Source(Protocol):
     store: Store
 
     def name(self, index: int) -> str:
-        """The sample in error messages."""
+        """Return the sample in error messages."""
 
     def size(self, index: int) -> int:
-        """Bytes that are read for the sample."""
+        """Return the bytes that are read for the sample."""
 
     def cache_key(self, index: int) -> bytes:
-        """The key under which the cache has it."""
+        """Return the key under which the cache has it."""
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
-        """The ranges to read side by side; empty where the sample is read by one request."""
+        """Return the ranges to read side by side; empty where the sample is read by one request."""
 
     def read(self, index: int, wait: Wait) -> Buffer:
-        """The sample's bytes, by one request. `wait` as in `Store.read`."""
+        """Return the sample's bytes, by one request. `wait` as in `Store.read`."""
 
     def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
-        """The bytes of one of its ranges."""
+        """Return the bytes of one of its ranges."""
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
@@ -238,7 +238,7 @@ class SampleReads:
         return ranges or [(0, read.size)]
 
     def read_now(self, read: Read) -> Any:
-        """The sample, in this thread: from the cache where that has a good copy, else from the store."""
+        """Return the sample, by this thread: from the cache where that has a good copy, else the store."""
         if self._cache is not None and read.key is not None and read.entry is not None:
             with self._counters.timed("cache"):
                 payload = self._cache.read(read.key, read.entry)
@@ -249,7 +249,7 @@ class SampleReads:
             return self.read(read, 0, read.size)
 
     def read(self, read: Read, start: int, stop: int) -> Any:
-        """One request to the store; the sample once all of it was read, None while ranges are missing."""
+        """Make one request to the store. Returns the sample once all of it was read, None before."""
         self._count_miss(read)
         try:
             body = self._ask(read, start, stop)
@@ -272,7 +272,7 @@ class SampleReads:
             self._cache.unlock_inflight(read.key)
 
     def found_meanwhile(self, reads: Sequence[Read]) -> list[Any]:
-        """The samples as another run has written them, None for each that it has not yet."""
+        """Return the samples as another run has written them, None for each that it has not yet."""
         assert self._cache is not None
         keys = [read.key or b"" for read in reads]
         payloads = []
@@ -315,7 +315,7 @@ class SampleReads:
             self._counters.add("cache.misses")
 
     def _keep(self, read: Read, body: Any) -> Any:
-        """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""
+        """Return the result of `get` for the bytes of a sample; the cache keeps the same payload."""
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body, read.index)

@@ -23,36 +23,36 @@ class Event(Protocol):
     """A point in a stream's work. torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether the stream has reached it."""
+        """Return whether the stream has reached it."""
 
     def synchronize(self) -> None:
         """Wait until the stream has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to another; the device has reached both."""
+        """Return the milliseconds from this event to another; the device has reached both."""
 
 
 class Device(Protocol):
     """A device with a side stream, on which copies and transforms run in parallel to the consumer's work."""
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which work goes to the side stream."""
+        """Return a context in which work goes to the side stream."""
 
     def event(self) -> Event:
-        """The current point of the current stream."""
+        """Return the current point of the current stream."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory that the device can read by itself."""
+        """Return an uninitialised tensor in host memory that the device can read by itself."""
 
     def copy(self, leaf: Any) -> Any:
-        """A tensor, or an object with a method `to`, on the device. It reads the host's memory until the
-        next event of this stream."""
+        """Return a tensor, or an object with a method `to`, on the device. It reads the host's memory until
+        the next event of this stream."""
 
     def wait(self, event: Event) -> None:
         """Make the current stream wait for `event`. This thread does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses the tensor: its memory is not reused before that use is over."""
+        """Keep the tensor's memory from reuse until the current stream has used it."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Let the device read this host memory by itself; False where that fails."""
@@ -180,7 +180,7 @@ class Cpu:
 
 
 def resolve_device(device: Any) -> torch.device | None:
-    """The argument `device` of a loader as a usable torch.device. Creates no CUDA context.
+    """Return the argument `device` of a loader as a usable torch.device. Creates no CUDA context.
 
     Raises:
         ArgumentError: it names no device, or one that this machine lacks.

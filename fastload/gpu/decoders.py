@@ -48,7 +48,7 @@ class ImageDecoder(ABC):
         """Release threads and device memory. Results not waited for by then are lost."""
 
     def decode_by_kernel(self, encoded: EncodedImages) -> tuple[torch.Tensor, int]:
-        """(pixels on the device, number of bad images), by the CPU kernel in this process.
+        """Return (pixels on the device, number of bad images), by the CPU kernel in this process.
 
         Raises:
             DecodeError: a bad image, where `on_error` does not cover it.

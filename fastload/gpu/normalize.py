@@ -79,7 +79,8 @@ class Normalize:
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its images normalised: (N, C, H, W) floats in place of uint8, on the same device.
+        """Return the batch with its images normalised: (N, C, H, W) floats in place of uint8, on the same
+        device.
 
         Args:
             batch: uint8 images of shape (N, C, H, W) or (C, H, W), or with C last, on any device; or what
@@ -110,7 +111,7 @@ class Normalize:
         return f"uint8 images with {len(self.mean)} channels, channels {order}"
 
     def _why_not(self, batch: Any, images: list[torch.Tensor]) -> str:
-        """Why the images of a batch cannot be told."""
+        """Say why the images of a batch cannot be told."""
         which = "choose one with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
         if images:
             shapes = ", ".join(str(tuple(one.shape)) for one in images)
@@ -141,7 +142,8 @@ class Normalize:
         return torch.preserve_format if wanted is None else wanted
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, shift), each (C, 1, 1), of x / 255 / std - mean / std; kept, for a copy to a GPU waits."""
+        """Return (scale, shift), each (C, 1, 1), of x / 255 / std - mean / std; kept, for a copy to a GPU
+        waits."""
         if device not in self._constants:
             scale = [1 / 255 / std for std in self.std]
             shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]

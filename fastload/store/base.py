@@ -107,7 +107,7 @@ class Store(ABC):
         return self.reading.budget
 
     def __fingerprint__(self) -> Any:
-        """The place, without whether it ever answered: see `datasets.fingerprint`."""
+        """Return the place, without whether it ever answered: see `datasets.fingerprint`."""
         return self.identity
 
     @property
@@ -116,14 +116,14 @@ class Store(ABC):
         return self.url
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
-        """Options for `open_store` that open it again, none of them a secret, and the names of the others.
+        """Return options for `open_store` that open it again, without secrets, and the names of the others.
 
         An endpoint that the environment named is among them.
         """
         return {}, []
 
     def _state(self) -> dict[str, Any]:
-        """The state that a copy in another process takes over."""
+        """Return the state that a copy in another process takes over."""
         return {"reached": self.reached}
 
     @property
@@ -248,14 +248,14 @@ class Store(ABC):
         self._written = True
 
     def holds(self, path: str) -> bool:
-        """Whether a path on this machine lies within what this store lists."""
+        """Return whether a path on this machine lies within what this store lists."""
         return False
 
     def _client_is_here(self) -> bool:
         return not self.native or clients_live_here()
 
     def _attempt(self, method: str, *arguments: Any) -> Any:
-        """One attempt of a method below, in the process that has the client."""
+        """Make one attempt of a method below, in the process that has the client."""
         reserve = functools.partial(self._reserve, method, *arguments)
         reserve()
         if self._client_is_here():
@@ -280,7 +280,7 @@ class Store(ABC):
     # One attempt each.
 
     def _answers_ranges(self) -> bool:
-        """Whether the server kept the last range that was asked for here. No request."""
+        """Return whether the server kept the last range that was asked for here. No request."""
         return True
 
     def _folders(self) -> set[str]:
@@ -378,7 +378,7 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """At most `size` bytes from here, by one request; all that follow if it is negative or None."""
+        """Read at most `size` bytes from here, by one request; all if it is negative or None."""
         return bytes(self._take(self._size if size is None or size < 0 else size))
 
     def readall(self) -> bytes:
@@ -405,13 +405,13 @@ class RangedFile(io.RawIOBase):
 
 
 def time_version(size: int, modified: datetime | None) -> str:
-    """The version of an object that has no ETag; "" where it has no time either."""
+    """Return the version of an object that has no ETag; "" where it has no time either."""
     seconds = modified.timestamp() if modified else 0.0
     return f"{size}-{int(seconds * 1e9)}" if seconds > 0 else ""
 
 
 def is_time_version(version: str) -> bool:
-    """Whether a version is made of size and time: no condition of a request can be made of it."""
+    """Return whether a version is made of size and time: no condition of a request can be made of it."""
     return _TIME_VERSION.fullmatch(version) is not None
 
 
@@ -461,7 +461,7 @@ def check_length(key: str, body: Buffer, wanted: int | None) -> None:
 
 
 def is_error_document(body: Buffer) -> bool:
-    """Whether a body is the XML in which S3 reports an error, now and then under status 200."""
+    """Return whether a body is the XML in which S3 reports an error, now and then under status 200."""
     head = bytes(memoryview(body)[:200]).lstrip()
     return head.startswith((b"<?xml", b"<Error")) and b"<Error" in head
 

@@ -56,13 +56,13 @@ _keep_here = False
 
 
 def keep_clients_here() -> None:
-    """From now on this process uses native clients itself: it will fork no process that uses them."""
+    """Let this process use native clients itself from now on: it will fork no process that uses them."""
     global _keep_here
     _keep_here = True
 
 
 def clients_live_here() -> bool:
-    """Whether this process uses native clients itself. A worker does, because nothing is forked from it."""
+    """Return whether this process uses native clients itself, as a worker does: nothing is forked from it."""
     return _keep_here or multiprocessing.current_process().daemon
 
 
@@ -84,7 +84,7 @@ class ClientProcess:
     def call(
         self, target: Any, method: str, *arguments: Any, before_repeat: Callable[[], None] = lambda: None
     ) -> Any:
-        """The result of `target.method(*arguments)` there. One with the buffer protocol comes as `bytes`.
+        """Return the result of `target.method(*arguments)` there; one with the buffer protocol as `bytes`.
 
         Args:
             before_repeat: called before the request is made again in a new process.
@@ -115,7 +115,7 @@ class ClientProcess:
         return value
 
     def iterate(self, target: Any, method: str) -> Iterator[Any]:
-        """The items of the generator `target.method()`, made there. Raises as `call`."""
+        """Yield the items of the generator `target.method()`, made there. Raises as `call`."""
         started = False
         heard = time.monotonic()
 
@@ -145,14 +145,14 @@ class ClientProcess:
             raise answer[1]
 
     def _start(self, target: Any) -> _Running:
-        """The process that runs, or a new one."""
+        """Return the process that runs, or a new one."""
         with self._lock:
             if self._running is None or self._running.ended():
                 self._running = _launch(target)
             return self._running
 
     def forget(self) -> None:
-        """In a forked child: leave the parent's client process to the parent."""
+        """Leave the parent's client process to the parent, in a forked child."""
         self._lock = threading.Lock()
         if self._running is not None:
             self._running.close()
@@ -197,7 +197,7 @@ class _Running:
         )
 
     def ended(self) -> bool:
-        """Whether it has ended, or was closed."""
+        """Return whether it has ended, or was closed."""
         try:
             return not self._control.recv(1)
         except BlockingIOError:
@@ -207,7 +207,7 @@ class _Running:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:
-        """A connection for one request; it is kept for another one if the answer was read to its end."""
+        """Have a connection for one request; it is kept for another one if the answer was read to its end."""
         try:
             ours = self._free.pop()
         except IndexError:
@@ -295,7 +295,7 @@ def _fork(target: Any, control: socket.socket) -> None:
 
 
 def _main(target: Any, control: socket.socket) -> NoReturn:
-    """The whole life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
+    """Live the life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
         gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
@@ -343,7 +343,7 @@ class _Work:
         self._last = time.monotonic()
 
     def idle(self) -> bool:
-        """Whether there was no request for a while."""
+        """Return whether there was no request for a while."""
         return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
 
     def serve(self, connection: socket.socket) -> None:
@@ -362,7 +362,7 @@ class _Work:
                     self._busy.discard(connection)
 
     def _answer(self, method: str, arguments: list[Any]) -> Iterator[tuple[int, Any]]:
-        """The answers to a request, as (kind, bytes)."""
+        """Yield the answers to a request, as (kind, bytes)."""
         try:
             result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
@@ -400,7 +400,8 @@ def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] 
 
 
 def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, list[Any]]]:
-    """(descriptors that came with it, (method, arguments)). Raises EOFError when the sender has closed."""
+    """Return (descriptors that came with it, (method, arguments)). Raises EOFError when the sender has
+    closed."""
     header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
     if not header:
         raise EOFError
@@ -413,7 +414,7 @@ def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, l
 
 
 def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
-    """(kind, body or object); `silent` is called from time to time while nothing comes, and may raise.
+    """Return (kind, body or object); `silent` is called from time to time while nothing comes, and may raise.
 
     Raises:
         EOFError: the other side has ended.

@@ -95,7 +95,7 @@ _TOKEN = re.compile(
 
 
 def public_url(url: str) -> str:
-    """`url` as messages may show it: without user information and query; over http(s) without parameters."""
+    """Return `url` as messages show it: without user information and query; of http(s) without parameters."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, _, server = host.rpartition("@")
@@ -106,7 +106,7 @@ def public_url(url: str) -> str:
 
 
 def as_bucket(url: str) -> str:
-    """The bucket to open in place of an http(s) URL, in words: a bucket can be listed."""
+    """Return the bucket to open in place of an http(s) URL, in words: a bucket can be listed."""
     parts = urlsplit(public_url(url))
     path = parts.path.strip("/")
     amazon = _AMAZON.fullmatch(parts.hostname or "")
@@ -122,7 +122,7 @@ def as_bucket(url: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """One line of `text`, at most a few hundred characters, without the secrets and query strings of URLs."""
+    """Return one line of `text`, a few hundred characters at most, without secrets and queries of URLs."""
     return _bounded(_without_secrets(text))
 
 
@@ -326,7 +326,7 @@ _RULES: tuple[tuple[Callable[[_Failure], Any], Callable[[StoreLocation, _Failure
 
 
 def _words(answer: re.Match[str]) -> str:
-    """An error document of a store in one line, "Code: Message"."""
+    """Return an error document of a store in one line, "Code: Message"."""
     said = dict(_SAID.findall(answer[0]))
     return ": ".join(said[part].strip() for part in ("Code", "Message") if said.get(part, "").strip())
 
@@ -336,7 +336,7 @@ def _bounded(text: str) -> str:
 
 
 def _searchable(error: BaseException, said: str, key: str | None) -> str:
-    """The type, the status and the words of an error, without other numbers as far as can be told."""
+    """Return the type, the status and the words of an error, without other numbers as far as can be told."""
     status = _code(error)
     # Strip names before truncating, or a long key would push the status out.
     words = _ELEMENT.sub("", _NAMES.sub("", said)[:_LONGEST])
@@ -347,7 +347,7 @@ def _searchable(error: BaseException, said: str, key: str | None) -> str:
 
 
 def _code(error: BaseException | None) -> str:
-    """The HTTP status and S3's code that botocore keeps of an answer; s3fs raises builtin errors from it."""
+    """Return the HTTP status and S3's code that botocore keeps; s3fs raises builtin errors from them."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -383,7 +383,7 @@ _random = random.SystemRandom()  # forked workers share the state of any other g
 
 
 def pause_before(attempt: int, policy: RetryPolicy, draw: Callable[[], float] = _random.random) -> float:
-    """Seconds to wait before attempt number `attempt` (the second is 2): full jitter.
+    """Return seconds to wait before attempt number `attempt` (the second is 2): full jitter.
 
     Many readers that failed together come back spread over the whole interval, not in waves.
     """
@@ -410,7 +410,7 @@ class Attempts:
         self._failures = self._renewals = 0
 
     def next_pause(self, error: StoreError) -> float:
-        """Seconds to wait before the next attempt after `error`.
+        """Return seconds to wait before the next attempt after `error`.
 
         Raises:
             StoreError: `error` itself, where a retry cannot help or the budget is spent.
@@ -434,12 +434,12 @@ class Attempts:
 
 
 def sleep(error: StoreError, seconds: float) -> None:
-    """The plain way to wait."""
+    """Wait, and do nothing else."""
     time.sleep(seconds)
 
 
 def retried(attempt: Callable[[], T], attempts: Callable[[float], Attempts], wait: Wait = sleep) -> T:
-    """The result of `attempt`, tried as often as `attempts` allows."""
+    """Return the result of `attempt`, tried as often as `attempts` allows."""
     start, tried = time.monotonic(), None
     while True:
         try:

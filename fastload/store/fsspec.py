@@ -209,7 +209,7 @@ def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _versions(details: Mapping[str, Any]) -> Iterator[str]:
-    """Every name of a file's version in what a file system says of it, the best one first."""
+    """Yield every name of a file's version in what a file system says of it, the best one first."""
     for name in _VERSION_FIELDS:
         if details.get(name) not in (None, ""):  # the CRC of an empty file is 0
             yield str(details[name]).strip('"')
@@ -245,7 +245,8 @@ class _Opaque(Exception):
 
 
 def identity_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """A digest of the arguments that name the place, and why two places may share it ("": they do not).
+    """Return a digest of the arguments that name the place, and why two places may share it ("": they do
+    not).
 
     Args:
         cls: the file system's class. What fsspec's configuration sets for it counts too.
@@ -275,7 +276,7 @@ def _described_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(name: str, value: Any) -> Any:
-    """`value` in JSON, the same in every process."""
+    """Describe `value` in JSON, the same in every process."""
     if isinstance(value, Enum):
         return _described(name, value.value)
     if value is None or isinstance(value, bool):
@@ -299,7 +300,7 @@ def _described(name: str, value: Any) -> Any:
 
 
 def _without_secrets(text: str | bytes) -> str:
-    """A text without a URL's user information and query, or the secret parts of a connection string."""
+    """Remove a URL's user information and query, or the secret parts of a connection string."""
     text = os.fsdecode(text)
     if "://" in text:
         _, mark, query = text.partition("?")

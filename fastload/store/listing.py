@@ -75,7 +75,7 @@ class Keys(NamedTuple):
     folders: bool = True
 
     def digest(self) -> str:
-        """A text that other keys do not have."""
+        """Return a text that other keys do not have."""
         digest = blake2b(f"{len(self.keys)} {self.folders}".encode(), digest_size=16)
         for key in self.keys:
             digest.update(b"\0" + key.encode("utf-8", "surrogatepass"))
@@ -83,7 +83,8 @@ class Keys(NamedTuple):
 
 
 def as_keys(keys: Any) -> list[str]:
-    """The argument `keys=` of a dataset: a list, tuple, numpy or Arrow array, or a column of a data frame.
+    """Return the argument `keys=` of a dataset: a list, tuple, numpy or Arrow array, or a column of a data
+    frame.
 
     Raises:
         ArgumentError: it is none of these, it is empty, or something in it is no text.
@@ -196,7 +197,7 @@ def _choose(store: Store, query: ListingQuery, progress: Callable[[int], None]) 
 
 
 def has_listing(store: Store) -> bool:
-    """Whether it can list its objects, which an http server cannot."""
+    """Return whether it can list its objects, which an http server cannot."""
     return not store.url.lower().startswith(("http://", "https://"))
 
 
@@ -215,7 +216,7 @@ class _Filter:
         self._shards = dict.fromkeys(_SHARDS, 0)
 
     def select(self, page: Page, taken: int) -> Page:
-        """The selected objects of a page. `taken`: the number of objects selected before."""
+        """Return the selected objects of a page. `taken`: the number of objects selected before."""
         self.listed += len(page)
         self._example = self._example or next((info.key for info in page), "")
         if self._labels:
@@ -362,7 +363,7 @@ class ListingProgress:
         self._show(f"listing {self._url}: {listed:,} objects")
 
     def wait(self) -> None:
-        """Called from time to time while another process lists the same."""
+        """Show that another process lists the same; called from time to time."""
         self._show(f"listing {self._url}: waiting for another process, which lists it for this one too")
 
     def _show(self, text: str) -> None:

@@ -76,7 +76,7 @@ class LocalStore(Store):
             return {entry.name for entry in entries if entry.is_dir()}
 
     def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
-        """Files of one directory and those under it; `parents` ends the round trips of looping links."""
+        """Yield files of a directory and those under it; `parents` ends the round trips of looping links."""
         directory = os.path.join(self._root, below)  # noqa: PTH118 - `below` is "" for the root
         status = os.stat(directory)  # noqa: PTH116
         identity = (status.st_dev, status.st_ino)
@@ -140,7 +140,7 @@ class LocalStore(Store):
 
 
 def _bucket_meant(url: str | os.PathLike[str]) -> str:
-    """A question, where a path that is not there looks like a URL that lost its beginning."""
+    """Return a question, where a path that is not there looks like a URL that lost its beginning."""
     text = os.fspath(url)
     broken = _BROKEN_SCHEME.match(text)
     if broken:  # pathlib makes one slash of two
@@ -160,7 +160,7 @@ def _check_unchanged(before: ObjectInfo, after: ObjectInfo) -> None:
 
 
 def _pread(descriptor: int, start: int, stop: int) -> bytes:
-    """The bytes [start, stop), fewer only at the end of the file."""
+    """Return the bytes [start, stop), fewer only at the end of the file."""
     parts = []
     while start < stop and (part := os.pread(descriptor, stop - start, start)):
         parts.append(part)

@@ -81,7 +81,7 @@ class Manifest:
     """
 
     def __init__(self, file: SharedFile) -> None:
-        """The manifest in a file with the bytes of `Columns.write`."""
+        """Open the manifest in a file with the bytes of `Columns.write`."""
         self._file = file
         _, *table = _TABLE.unpack_from(file.map, _HEADER.size)
         view = memoryview(file.map)
@@ -112,15 +112,15 @@ class Manifest:
         return f"<Manifest of {len(self):,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
 
     def key(self, index: int) -> str:
-        """The key of object `index`, relative to the URL."""
+        """Return the key of object `index`, relative to the URL."""
         return str(self._keys[index], "utf-8", "surrogateescape")
 
     def keys(self, start: int, stop: int) -> list[str]:
-        """The keys of the objects [start, stop)."""
+        """Return the keys of the objects [start, stop)."""
         return [str(key, "utf-8", "surrogateescape") for key in self._keys.between(start, stop)]
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> the objects with that key, which may be several; keys without an object are left out.
+        """Return key -> the objects with that key, perhaps several; keys without an object are left out.
 
         One pass in numpy over the last bytes of all keys. A search by halves was rejected: a manifest of
         given keys has their order, and one with labels sorts by folder before the name.
@@ -136,20 +136,21 @@ class Manifest:
         return found
 
     def version(self, index: int) -> str:
-        """The version of object `index` when it was listed."""
+        """Return the version of object `index` when it was listed."""
         return str(self._versions[index], "utf-8")
 
     def size(self, index: int) -> int:
-        """The size of object `index` in bytes."""
+        """Return the size of object `index` in bytes."""
         return int(self.sizes[index])
 
     def label(self, index: int) -> int:
-        """The label of object `index`; only for a manifest with labels."""
+        """Return the label of object `index`; only for a manifest with labels."""
         assert self.labels is not None, "this manifest was made without labels"
         return int(self.labels[index])
 
     def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each of these objects: a digest of its key and its version, wherever the store is."""
+        """Return a number for each of these objects: a digest of its key and its version, wherever the store
+        is."""
         found = self._identities[indices]
         if not found.all():
             for at in np.flatnonzero(found == 0).tolist():
@@ -161,7 +162,7 @@ class Manifest:
         return found
 
     def read_anew(self, index: int, version: str) -> None:
-        """This process reads object `index` in a version that is not the listed one."""
+        """Note that this process reads object `index` in a version that is not the listed one."""
         self._changed[index] = self._identity(index, version.encode())
 
     def _identity(self, index: int, version: bytes | memoryview) -> int:
@@ -171,7 +172,7 @@ class Manifest:
         return int(digest.intdigest())
 
     def why_not_cached(self, store: Store) -> str:
-        """The reason why nothing of this store may be cached, in words; "" where it may."""
+        """Return the reason why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
                 f"the store gives no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
@@ -190,7 +191,7 @@ class Manifest:
         return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
     def changes_since(self, before: Manifest) -> str:
-        """What is unlike an earlier listing, in words: how many objects, and the first of each kind."""
+        """Say what differs from an earlier listing: how many objects, and the first of each sort."""
         old, new = before._by_key(), self._by_key()
         changes = {
             "added": [key for key in new if key not in old],
@@ -213,7 +214,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path, identity: str | None = None) -> Manifest | None:
-        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's.
+        """Return the manifest saved at `path`; None if there is none, or it is damaged, old or another's.
 
         Args:
             identity: of the store that it must be of; None: of any.
@@ -233,7 +234,7 @@ class Manifest:
         return manifest if identity in (None, manifest.identity) else None
 
     def __fingerprint__(self) -> Any:
-        """What it says, without when it was listed: see `datasets.fingerprint`."""
+        """Return all that it says but when it was listed: see `datasets.fingerprint`."""
         keys, versions = self._keys, self._versions
         arrays = (keys.offsets, self.sizes, self.labels, versions.offsets)
         return self.identity, self.classes, *arrays, bytes(keys.data), bytes(versions.data)
@@ -246,7 +247,7 @@ class Manifest:
 
 
 def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """A number for each name, of its last 24 bytes: few different names have the same."""
+    """Return a number for each name, of its last 24 bytes: few different names have the same."""
     edges = np.asarray(offsets).astype(np.int64)
     ends, lengths = edges[1:], np.diff(edges)
     padded = np.concatenate([np.zeros(24, np.uint8), np.frombuffer(names, np.uint8)])
@@ -261,7 +262,7 @@ def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _is_whole(descriptor: int) -> bool:
-    """Whether the file has our header, and all that follows has the checksum in it."""
+    """Return whether the file has our header, and all that follows has the checksum in it."""
     size = os.fstat(descriptor).st_size
     if size < _HEADER.size + _TABLE.size:
         return False
@@ -366,7 +367,7 @@ class Columns:
         return label
 
     def _rank(self, key: bytes) -> bytes:
-        """The sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
+        """Return the sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
         if not self.labelled:
             return key
         directory, _, name = key.rpartition(b"/")

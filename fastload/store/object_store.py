@@ -84,7 +84,7 @@ _CONTACT_PREFIX = ".fastload-contact"
 
 
 def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same, but it gives up within seconds."""
+    """Return the same, but it gives up within seconds."""
     return {**patience, "retry": {**patience["retry"], "retry_timeout": _FIRST_WRITE}}
 
 
@@ -336,7 +336,7 @@ def _connection(address: _Address, options: Mapping[str, Any]) -> known_options.
 
 
 def _credential_provider(connection: known_options.Connection) -> Any:
-    """What obstore asks for credentials; None leaves it to its own chain of machine identities."""
+    """Return what obstore asks for credentials; None leaves it to its own chain of machine identities."""
     if connection.credentials is not None:
         fixed = connection.credentials
         return lambda: fixed
@@ -367,7 +367,7 @@ def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
 
 
 def _pages(client: Any) -> Iterator[Any]:
-    """Pages of a listing. One whose body breaks off, which obstore does not retry, is asked for again."""
+    """Yield pages of a listing. One whose body breaks off, which obstore does not retry, comes again."""
     import obstore
 
     offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
@@ -397,7 +397,7 @@ def _pages(client: Any) -> Iterator[Any]:
 
 
 def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
-    """A checked answer to a read of the whole object."""
+    """Return a checked answer to a read of the whole object."""
     meta = result.meta  # made anew each time
     if not meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
@@ -407,7 +407,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
 
 
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
-    """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
+    """Return options of a GET. A weak or made-up version is no condition; the answer's is compared."""
     conditions: dict[str, Any] = {}
     if version and not version.startswith("W/") and not is_time_version(version):
         conditions["if_match"] = f'"{version}"'
@@ -417,13 +417,13 @@ def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any
 
 
 def _range_ignored(error: Exception) -> bool:
-    """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
+    """Return whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
     said = str(error)
     return "non-partial response" in said or "Range request not supported" in said
 
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
-    """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
+    """Return the bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
     meta = result.meta
     _check(key, meta, version)
     first, last = result.range

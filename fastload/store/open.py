@@ -113,7 +113,7 @@ def _take_reading(options: dict[str, Any], budget: RequestBudget) -> Reading:
 
 
 def checked_options(storage_options: Any) -> dict[str, Any]:
-    """A copy of the `storage_options` of a dataset.
+    """Return a copy of the `storage_options` of a dataset.
 
     Raises:
         ArgumentError: they are no dict.
@@ -183,7 +183,7 @@ def _refuse_query(url: str, protocol: str) -> None:
 
 
 def _chained(url: str) -> str:
-    """The error for a chain of file systems, which fastload does not read."""
+    """Return the error for a chain of file systems, which fastload does not read."""
     first, _, inner = url.partition("::")
     if first in _CACHING and not _CHAIN.search(inner):
         return (

@@ -83,7 +83,7 @@ class Connection(NamedTuple):
 
 
 def s3(options: Mapping[str, Any], bucket: str) -> Connection:
-    """Configuration for `s3://bucket`, by the order options, environment, profile, machine's own identity.
+    """Configure `s3://bucket`, by the order options, environment, profile, machine's own identity.
 
     Raises:
         ArgumentError: an unknown option, an endpoint_url without scheme, or a profile that does not exist.
@@ -119,8 +119,8 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
 
 
 def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """The arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and the
-    values to keep out of them.
+    """Return the arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and
+    the values to keep out of them.
 
     s3fs reads the environment and the profiles itself; only their endpoint is looked up here too.
 
@@ -144,7 +144,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
 
 
 def _configured_endpoint(arguments: Mapping[str, Any]) -> str:
-    """The endpoint that boto takes from the environment or the profile, in its order."""
+    """Return the endpoint that boto takes from the environment or the profile, in its order."""
     profile, _ = _profile(
         arguments.get("profile") or _environment("AWS_DEFAULT_PROFILE", "AWS_PROFILE") or None, strict=False
     )
@@ -158,7 +158,7 @@ def _configured_endpoint(arguments: Mapping[str, Any]) -> str:
 
 
 def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
-    """Configuration for `gs://bucket`: gcsfs's `token` (a file path or "anon"), or obstore's names."""
+    """Configure `gs://bucket`: gcsfs's `token` (a file path or "anon"), or obstore's names."""
     given = _known(options, "gs", _GCS_OWN, _GCS_NATIVE)
     token = given.pop("token", None)
     if given.pop("anon", False) or token == "anon":
@@ -182,7 +182,7 @@ def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
 
 
 def azure(options: Mapping[str, Any], container: str, account: str) -> Connection:
-    """Configuration for `az://container` or `abfss://container@account...`: adlfs's names, or obstore's."""
+    """Configure `az://container` or `abfss://container@account...`: adlfs's names, or obstore's."""
     given = _known(options, "az", _AZURE_OWN, _AZURE_NATIVE)
     if given.pop("anon", False):
         given["skip_signature"] = True
@@ -213,7 +213,7 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
 
 
 def http(options: Mapping[str, Any], base: str) -> Connection:
-    """Configuration for an http(s) base URL; there are no options. A user in it is sent with each request."""
+    """Configure an http(s) base URL; there are no options. A user in it is sent with each request."""
     _known(options, "http(s)", (), ())
     parts = urlsplit(base)
     client_options = _client_options(base, {})
@@ -228,7 +228,7 @@ def http(options: Mapping[str, Any], base: str) -> Connection:
 
 
 def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(the options that a file may hold, the names of the others; those of a nested one follow a dot)."""
+    """Return (options that a file may hold, names of the others; those of a nested one follow a dot)."""
     shown: dict[str, Any] = {}
     withheld: list[str] = []
     for name, value in options.items():
@@ -250,7 +250,7 @@ def _without_user(value: str) -> str:
 
 
 def endpoint_in(options: Mapping[str, Any]) -> str:
-    """The server that these options name, under whichever name, as messages may show it; "": none."""
+    """Return the server that these options name, under whichever name, as messages may show it; "": none."""
     nested = options.get("client_kwargs")
     found = [options.get(name) for name in _PUBLIC_URLS]
     found.append(nested.get("endpoint_url") if isinstance(nested, Mapping) else None)
@@ -258,7 +258,7 @@ def endpoint_in(options: Mapping[str, Any]) -> str:
 
 
 def without_endpoint(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options; which server they are for is left to the environment."""
+    """Return the same options; which server they are for is left to the environment."""
     found = {name: value for name, value in options.items() if name not in _PUBLIC_URLS}
     if "client_kwargs" in found:
         nested = found.pop("client_kwargs").items()
@@ -273,7 +273,7 @@ def check_host_part(name: str, value: Any) -> None:
 
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of `options`, nested ones too, that no message may show."""
+    """Return the values of `options`, nested ones too, that no message may show."""
     found: list[str] = []
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -298,7 +298,7 @@ def _known(
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """s3fs's names and nesting, flattened to obstore's."""
+    """Flatten s3fs's names and nesting to obstore's."""
     given = _known(options, "s3", _S3_OWN, _S3_NATIVE)
     nested = dict(given.pop("client_kwargs", {}))
     for outer, inner in (("endpoint_url", "endpoint_url"), ("region", "region_name")):
@@ -330,7 +330,7 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _s3_credentials(
     given: dict[str, Any], profile: dict[str, str], tried_profile: str, *, named: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """The first complete set of fixed credentials, which never mixes parts of two sources.
+    """Return the first complete set of fixed credentials, which never mixes parts of two sources.
 
     obstore would complete a given key with a session token of the environment, and knows no profiles.
     """
@@ -355,7 +355,7 @@ def _s3_credentials(
 
 
 def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], str]:
-    """The settings of an AWS profile, and its name and files in words.
+    """Return the settings of an AWS profile, and its name and files in words.
 
     The endpoint of its services section, if it has one for S3, is its `endpoint_url`. A profile that boto3
     must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
@@ -412,7 +412,7 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_of(url: str) -> tuple[str, ...]:
-    """The user and the password in a URL, as they are written and as they are meant."""
+    """Return the user and the password in a URL, as they are written and as they are meant."""
     user = urlsplit(url).netloc.rpartition("@")[0]
     parts = {part for part in user.split(":") if part}
     return tuple(part for part in {*parts, *map(unquote, parts)} if len(part) > 3)
@@ -432,7 +432,7 @@ def _shown(endpoint: str) -> str:
 
 
 def _virtual_host(endpoint: str, bucket: str) -> str:
-    """The endpoint with the bucket in front of its host name, as obstore wants it for that style."""
+    """Return the endpoint with the bucket in front of its host name, as obstore wants it for that style."""
     scheme, _, rest = endpoint.rstrip("/").partition("://")  # a slash would begin each key
     return f"{scheme}://{rest}" if rest.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{rest}"
 

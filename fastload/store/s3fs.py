@@ -91,7 +91,7 @@ class S3fsStore(Store):
         return folders
 
     def _pages(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answers to a request for a listing, each with retries of its own."""
+        """Yield the answers to a request for a listing, each with retries of its own."""
         asked = dict(request)
         while True:
             answer = self._retried(lambda: self._page(asked))

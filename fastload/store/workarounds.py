@@ -52,7 +52,7 @@ class SlashKeys:
         self._bare: set[str] | None = set()  # with content and without extension; None: there are many
 
     def without(self, page: Page) -> Page:
-        """The objects of a page that are certain.
+        """Return the objects of a page that are certain.
 
         Raises:
             StoreError: a key that ends in a slash has content.
@@ -61,7 +61,7 @@ class SlashKeys:
         return [info for info in page if self._certain(info)]
 
     def rest(self) -> Page:
-        """At the end of the listing: the empty objects among what was in doubt.
+        """Return the empty objects among what was in doubt, at the end of the listing.
 
         Raises:
             StoreError: as `without`.
@@ -94,7 +94,7 @@ class SlashKeys:
         return size > 0
 
     def _ask(self, keys: Iterable[str]) -> dict[str, int]:
-        """Key -> size, of those that are there without a slash."""
+        """Return key -> size, of those that are there without a slash."""
         by_parent: dict[str, list[str]] = defaultdict(list)
         for key in keys:
             by_parent[key.rpartition("/")[0]].append(key)
@@ -119,7 +119,7 @@ class SlashKeys:
             return None
 
     def _is_there(self, key: str) -> bool:
-        """Whether there is the object "key/": the first one below that prefix."""
+        """Return whether there is the object "key/": the first one below that prefix."""
         import obstore
 
         for page in obstore.list(self._client(), prefix=key, chunk_size=1):
@@ -263,7 +263,7 @@ class _Pass:
             self.kept_bytes -= len(self._kept.pop(0)[1])
 
     def _take_kept(self, start: int, stop: int) -> list[bytes] | None:
-        """The bytes from `start` on that were passed over; None where they are not kept any more."""
+        """Return the bytes from `start` on that were passed over; None where they are not kept any more."""
         end = min(stop, self._at)
         parts, at, left = [], start, list[tuple[int, bytes]]()
         for offset, chunk in self._kept:
