@@ -213,8 +213,8 @@ class Directory:
         try:
             fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.root_fd)
             with os.fdopen(fd, "rb") as file:
-                found = json.loads(file.read(4096))
-            return _State(str(found["boot"]), found["clean"] is True, found["reindex"] is True)
+                state = json.loads(file.read(4096))
+            return _State(str(state["boot"]), state["clean"] is True, state["reindex"] is True)
         except (OSError, ValueError, LookupError, TypeError):
             return _State()
 
@@ -250,8 +250,8 @@ class Directory:
         names = []
         for name in os.listdir(self.segments_fd):  # noqa: PTH208 (a descriptor, not a path)
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
-                if is_segment_name(name) and stat.S_ISREG(found.st_mode):
+                status = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
+                if is_segment_name(name) and stat.S_ISREG(status.st_mode):
                     names.append(name)
         return names
 
@@ -272,18 +272,18 @@ class Directory:
         for number, _, key, entry in self.unindexed():
             if stopping.is_set():
                 return
-            found = batch.setdefault(number, [])
-            found.append((key, entry))
-            if len(found) >= REINDEX_BATCH:
+            records = batch.setdefault(number, [])
+            records.append((key, entry))
+            if len(records) >= REINDEX_BATCH:
                 self.publish(number, batch.pop(number))
-        for number, found in batch.items():
-            self.publish(number, found)
+        for number, records in batch.items():
+            self.publish(number, records)
         self._write_state(self._read_state()._replace(reindex=False))
 
-    def publish(self, number: int, found: list[tuple[bytes, Entry]]) -> int:
+    def publish(self, number: int, records: list[tuple[bytes, Entry]]) -> int:
         """Index records of a segment. Returns how many were new; of a cleared segment, none."""
         with contextlib.suppress(SegmentGoneError):
-            return self.index.publish(number, found)
+            return self.index.publish(number, records)
         return 0
 
     # -- closing
@@ -336,8 +336,8 @@ def _boot_id() -> str:
 
 
 def identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def is_readonly(path: str) -> bool:
@@ -358,8 +358,8 @@ def open_root(path: str) -> int:
                 raise
     fd = os.open(root, DIR_FLAGS)
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise CacheError(
                 f"{root} belongs to or can be written by other users; remove it or use another path"
             )

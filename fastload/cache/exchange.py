@@ -103,15 +103,15 @@ def push(
 
 def _entries(directory: Directory) -> deque[tuple[bytes, Entry]]:
     """Return all entries in their order on disk, from a random one on."""
-    found = []
+    entries_on_disk = []
     for key, value in directory.index.items():
         try:
-            found.append((key, Entry.unpack(value)))
+            entries_on_disk.append((key, Entry.unpack(value)))
         except CorruptRecordError:  # a miss for every reader
             continue
-    found.sort(key=lambda item: item[1])
-    entries = deque(found)
-    entries.rotate(random.randrange(max(1, len(found))))
+    entries_on_disk.sort(key=lambda item: item[1])
+    entries = deque(entries_on_disk)
+    entries.rotate(random.randrange(max(1, len(entries_on_disk))))
     return entries
 
 
@@ -303,11 +303,11 @@ def _wanted(packs: list[Pack], only: bytes | None) -> list[Chosen]:
     if not packs:
         return []
     keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
-    found = np.zeros(len(keys), np.bool_)
-    found[np.unique(keys, return_index=True)[1]] = True
+    wanted = np.zeros(len(keys), np.bool_)
+    wanted[np.unique(keys, return_index=True)[1]] = True
     if only is not None:
-        found &= np.isin(keys, np.frombuffer(only, keys.dtype))
-    return np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
+        wanted &= np.isin(keys, np.frombuffer(only, keys.dtype))
+    return np.split(wanted, np.cumsum([len(pack) for pack in packs[:-1]]))
 
 
 def _lacked(directory: Directory, pack: Pack) -> Chosen:
@@ -344,10 +344,10 @@ class _Pulling:
             # As many as one request may take, if the cache lacks all of them.
             reach = stops[numbers] <= stops[numbers[0]] + self._pace.range_bytes
             ahead = numbers[: min(_SPAN_RECORDS, max(1, int(reach.sum())))]
-            found = self._directory.index.packed(pack.keys[ahead].tolist())
+            entries = self._directory.index.packed(pack.keys[ahead].tolist())
             span = _Span(pack, [])
             count = 0
-            for record, entry in zip(pack.chosen(ahead), found, strict=True):
+            for record, entry in zip(pack.chosen(ahead), entries, strict=True):
                 if entry is not None:
                     self.spared += record.length
                 elif not span.records or span.takes(record, self._pace.range_bytes):
@@ -389,11 +389,11 @@ class _Pulling:
         """Read one span into the cache: the lengths of the records that it took."""
         pack, written = span.pack, list[int]()
         try:
-            found = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
+            data = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
         except (NotFoundError, ObjectChangedError) as error:
             self._done.damaged[pack.name] = error.message
             return written
-        body = memoryview(found)
+        body = memoryview(data)
         for record in span.records:
             begin = record.offset - span.start
             payload = body[begin : begin + record.length]

@@ -91,10 +91,10 @@ class Index:
         """The file name of a segment; CorruptRecordError when the index has no such segment."""
         name = self._names.get(number)
         if name is None:
-            found = self._get(_NUMBER.pack(number), self._segments)
-            if found is None:
+            value = self._get(_NUMBER.pack(number), self._segments)
+            if value is None:
                 raise CorruptRecordError(f"no segment {number}")
-            name = self._names[number] = found.decode("ascii", "replace")
+            name = self._names[number] = value.decode("ascii", "replace")
         return name
 
     def has_segment(self, number: int) -> bool:
@@ -120,13 +120,13 @@ class Index:
 
     def some(self, count: int) -> dict[bytes, bytes]:
         """Up to `count` entries as key -> packed entry, from all over the index: keys are digests."""
-        found, rng = dict[bytes, bytes](), random.Random(0)
+        entries, rng = dict[bytes, bytes](), random.Random(0)
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             cursor = txn.cursor()
             for _ in range(count):
                 if cursor.set_range(rng.randbytes(KEY_SIZE)) or cursor.first():
-                    found[cursor.key()] = cursor.value()
-        return found
+                    entries[cursor.key()] = cursor.value()
+        return entries
 
     # -- writes, one transaction each
 

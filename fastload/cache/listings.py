@@ -104,8 +104,8 @@ class Listings:
             if job is None and not self._max_age:
                 return shelf.keep(list_objects(store, query, progress), None)
             with shelf.listing_alone(progress):
-                found = shelf.find(job, self._max_age, usable)
-                manifest = shelf.keep(list_objects(store, query, progress), job) if found is None else found
+                kept = shelf.find(job, self._max_age, usable)
+                manifest = shelf.keep(list_objects(store, query, progress), job) if kept is None else kept
         if job is not None:
             digest = _digest(manifest)
             if job.first(f"listing/{name}", digest) != digest:
@@ -121,19 +121,19 @@ class Listings:
         """Return the kept listing with these `Manifest.digests`, of any age."""
         if self.directory is None:
             return None
-        found = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
-        return None if found is None else Manifest.load(found)
+        path = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
+        return None if path is None else Manifest.load(path)
 
 
 def latest(directory: Path) -> list[Manifest]:
     """Return the newest kept listing of each name."""
-    found = []
+    manifests = []
     for record in sorted(directory.glob("*.listings")):
         kept = _read(record)["listings"]
         path = directory / f"{record.stem}.{kept[-1]['digest']}.manifest" if kept else None
         manifest = None if path is None else Manifest.load(path)
-        found += [] if manifest is None else [manifest]
-    return found
+        manifests += [] if manifest is None else [manifest]
+    return manifests
 
 
 class _Shelf:
@@ -151,7 +151,7 @@ class _Shelf:
         """Return the listing of this job, or the newest one if it is young enough; noted as the job's."""
         with self._changing() as record:
             now = time.time()
-            of_job = next((one for one in reversed(record["jobs"]) if job and _is_of(job, one)), None)
+            of_job = next((entry for entry in reversed(record["jobs"]) if job and _is_of(job, entry)), None)
             newest = record["listings"][-1] if record["listings"] else None
             if of_job is not None:
                 digest, why = of_job["listing"], "this job has made it"
@@ -175,11 +175,11 @@ class _Shelf:
             digest = _digest(manifest)
             with self._changing() as record:
                 manifest.save(self._path(digest))
-                others = [one for one in record["listings"] if one["digest"] != digest]
+                others = [listing for listing in record["listings"] if listing["digest"] != digest]
                 record["listings"] = [*others, {"digest": digest, "at": time.time()}][-_KEPT:]
                 if job is not None:
                     _note(record, job, digest)
-                kept = {self._path(one["digest"]) for one in record["listings"]}
+                kept = {self._path(listing["digest"]) for listing in record["listings"]}
                 for path in self._directory.glob(f"{self._name}.*.manifest"):
                     if path not in kept:
                         path.unlink(missing_ok=True)
@@ -256,7 +256,7 @@ def _is_of(job: Job, entry: dict[str, Any]) -> bool:
 def _note(record: dict[str, Any], job: Job, digest: str) -> None:
     """Note that this rank uses a listing."""
     entries = record["jobs"]
-    entry = next((one for one in entries if one["listing"] == digest and _is_of(job, one)), None)
+    entry = next((known for known in entries if known["listing"] == digest and _is_of(job, known)), None)
     if entry is None:
         entry = {"word": job.word, "restarts": job.restarts, "listing": digest, "ranks": {}}
         record["jobs"] = [*entries, entry][-_JOBS:]
@@ -271,8 +271,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with os.fdopen(open_kept(path), "rb") as file:
             record = json.loads(file.read())
-        shape = all(type(one["digest"]) is str and one["at"] >= 0 for one in record["listings"])
-        shape &= all({"word", "restarts", "listing", "ranks"} <= one.keys() for one in record["jobs"])
+        shape = all(type(entry["digest"]) is str and entry["at"] >= 0 for entry in record["listings"])
+        shape &= all({"word", "restarts", "listing", "ranks"} <= entry.keys() for entry in record["jobs"])
         return record if shape else empty
     except CacheError as error:
         _log.warning(

@@ -76,13 +76,13 @@ def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
         CacheError: it cannot be read.
     """
     disk = os.statvfs(nearest_existing(path))
-    found = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
-    found["disk_free"] = disk.f_bavail * disk.f_frsize
+    sizes = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
+    sizes["disk_free"] = disk.f_bavail * disk.f_frsize
     if directory is None:
-        return found
+        return sizes
     with _as_cache_errors(directory):
         names = directory.segment_names()
-        return found | {
+        return sizes | {
             "exists": True,
             "entries": directory.index.count(),
             "bytes": sum(_sizes(directory, names).values()),
@@ -93,14 +93,14 @@ def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
 
 def share_containing(directory: Directory, pattern: bytes) -> float | None:
     """Return the share of the records with these bytes in them, estimated from a few; None: no record."""
-    found = []
+    matches = []
     with _as_cache_errors(directory):
         for key, value in directory.index.some(_LOOKED_AT).items():
             with contextlib.suppress(CorruptRecordError):
                 payload = directory.read(key, Entry.unpack(value))
                 if payload is not None:
-                    found.append(pattern in bytes(payload))
-    return sum(found) / len(found) if found else None
+                    matches.append(pattern in bytes(payload))
+    return sum(matches) / len(matches) if matches else None
 
 
 def verify(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
@@ -234,14 +234,14 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
     ours = is_ours(parent / MANIFESTS)
-    found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
+    paths = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
     if ours:
-        found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
-    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
-    found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
+        paths += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
+    paths += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
+    paths += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
     segments = set(directory.segment_names())
-    found += [path for path in (root / "segments").iterdir() if path.name not in segments]
-    return sorted(str(path.relative_to(parent)) for path in found)
+    paths += [path for path in (root / "segments").iterdir() if path.name not in segments]
+    return sorted(str(path.relative_to(parent)) for path in paths)
 
 
 class Disk(NamedTuple):

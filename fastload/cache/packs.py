@@ -99,12 +99,13 @@ class Pack:
         index = view[: -_TRAILER.size]
         if len(view) < _TRAILER.size:
             raise CacheError("is not a pack of a cache: it is too short", key=name)
-        magic, found, _, length, index_sum = _TRAILER.unpack(view[-_TRAILER.size :])
+        magic, pack_format, _, length, index_sum = _TRAILER.unpack(view[-_TRAILER.size :])
         if magic != _MAGIC:
             raise CacheError("is not a pack of a cache: its last bytes say otherwise", key=name)
-        if found != VERSION:
+        if pack_format != VERSION:
             raise CacheError(
-                f"has pack format {found}, and this fastload knows {VERSION}: use the version that pushed it",
+                f"has pack format {pack_format}, and this fastload knows {VERSION}: use the version that "
+                "pushed it",
                 key=name,
             )
         if length != len(index) or xxhash.xxh3_64_intdigest(index) != index_sum:
@@ -191,9 +192,9 @@ class Published:
         known = self._settled | self.packs.keys() | self.damaged.keys()
         new = [info for info in packs if info.key not in known]
         with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
-            found = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
-        self.packs |= {pack.name: pack for pack in found}
-        return found
+            new_packs = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
+        self.packs |= {pack.name: pack for pack in new_packs}
+        return new_packs
 
     def _read(self, info: ObjectInfo) -> Pack | None:
         size = tail_size(info.key)

@@ -130,14 +130,14 @@ class Remote:
 
     def _make_keys(self, reader: object, wanted: _Wanted, keys: Keys) -> None:
         """Make the keys of a reader, 7 us each, in slices between which the training gets the GIL."""
-        found = bytearray()
+        made = bytearray()
         for number, some in enumerate(keys()):
-            found += some
+            made += some
             if number % _SLICE == _SLICE - 1 and self._closing.wait(_REST_SECONDS):
                 return
         with self._lock:
-            wanted.keys = bytes(found)
-            if found:
+            wanted.keys = bytes(made)
+            if made:
                 self._waiting.append(wanted)
                 self._start_pull()
             else:  # as of shards that are not indexed yet
@@ -213,12 +213,12 @@ class Remote:
                 job = pickle.dumps(
                     Job(kind, self._cache, wanted.keys, wanted.settled, self._pushed, os.getpid())
                 )
-                with _open_memory("fastload-job") as given:
-                    given.write(job)
-                    given.seek(0)
+                with _open_memory("fastload-job") as file:
+                    file.write(job)
+                    file.seek(0)
                     process = subprocess.Popen(
                         [sys.executable, "-c", _WORK.format(path=sys.path)],
-                        stdin=given,
+                        stdin=file,
                         stdout=result,
                         # Ctrl-C is for the trainer, which ends it. In a session of its own the kernel would
                         # give it as much of the cores as the trainer, whatever its priority: sched(7).

@@ -439,14 +439,16 @@ class InflightLocks:
             with contextlib.suppress(OSError):
                 self._set(key, fcntl.F_UNLCK)
 
-    def _set(self, key: bytes, kind: int) -> None:
+    def _set(self, key: bytes, lock_type: int) -> None:
         fds = self._fds
         if not fds:
             return
         # 63 bits of a digest: two objects in flight that share a byte are unlikely, and would only wait for
         # each other.
         byte = int.from_bytes(key[:8], "little") >> 1
-        fcntl.fcntl(fds[key[8] % len(fds)], fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(
+            fds[key[8] % len(fds)], fcntl.F_OFD_SETLK, _FLOCK.pack(lock_type, os.SEEK_SET, byte, 1, 0)
+        )
 
     def close(self) -> None:
         """Unlock all. In a forked child this leaves the parent's locks as they are."""

@@ -22,7 +22,7 @@ from fastload.errors import StoreError
 from fastload.fetch import limits
 from fastload.fetch.limits import ByteBudget, Hedging, ReadSettings, process_share
 from fastload.fetch.queues import DeferredReads, ReaderQueues
-from fastload.fetch.reads import Part, Read, SampleReads, Source
+from fastload.fetch.reads import Read, Request, SampleReads, Source
 from fastload.fetch.threads import ThreadTeam, this_thread
 from fastload.metrics.counters import Counters
 
@@ -79,7 +79,7 @@ class Prefetcher:
             source, cache, prepare=prepare, counters=counters, wait=self._before_retry
         )
         lock = threading.Lock()
-        self._work = threading.Condition(lock)  # reader threads wait here for parts
+        self._work = threading.Condition(lock)  # reader threads wait here for requests
         self._done = threading.Condition(lock)  # consumers wait here for reads
         self._reads: dict[int, Read] = {}
         self._cancelled: deque[int] = deque()
@@ -87,7 +87,7 @@ class Prefetcher:
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
         self._deferred = DeferredReads(
-            self._samples, lock, settings.inflight_patience, found=self._settle, put_back=self._put_back
+            self._samples, lock, settings.inflight_patience, complete=self._complete, put_back=self._put_back
         )
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
@@ -102,7 +102,7 @@ class Prefetcher:
                     known.wanted += 1
         reads = [self._new_read(index) for index in new]
         self._samples.look_up(reads)
-        parts = [part for read in reads if read.entry is None for part in self._parts(read)]
+        requests = [request for read in reads if read.entry is None for request in self._plan(read)]
         with self._work:
             for read in reads:
                 known = self._reads.setdefault(read.index, read)
@@ -110,10 +110,10 @@ class Prefetcher:
                     read.wanted = new[read.index]
                 else:  # another thread has requested it meanwhile
                     known.wanted += new[read.index]
-            parts = [part for part in parts if self._reads[part.read.index] is part.read]
-            self._queues.add(parts, reader)
-            if parts:
-                self._queues.open_with({part.read for part in parts})
+            requests = [request for request in requests if self._reads[request.read.index] is request.read]
+            self._queues.add(requests, reader)
+            if requests:
+                self._queues.open_with({request.read for request in requests})
             self._wake(len(self._queues))
         self._samples.drain_counters()
 
@@ -156,8 +156,8 @@ class Prefetcher:
         """Forget requested samples: `get` will not be called for them.
 
         Never waits for the lock: an iterator that is collected calls this, in any thread at any moment, also
-        in one that holds the lock. A sample that cannot be dropped at once goes when the next part is begun,
-        or the next sample is handed out.
+        in one that holds the lock. A sample that cannot be dropped at once goes when the next request begins,
+        or the next sample is delivered.
         """
         self._cancelled.extend(indices)
         if self._work.acquire(blocking=False):
@@ -189,8 +189,8 @@ class Prefetcher:
     def _new_read(self, index: int) -> Read:
         return Read(index, self._source.size(index))
 
-    def _parts(self, read: Read) -> list[Part]:
-        return [Part(read, start, stop) for start, stop in self._samples.plan(read)]
+    def _plan(self, read: Read) -> list[Request]:
+        return [Request(read, start, stop) for start, stop in self._samples.plan(read)]
 
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
@@ -226,7 +226,7 @@ class Prefetcher:
     def _advance(self, read: Read) -> None:
         """Let a read that a consumer waits for be next: in its queue it may lie behind later samples."""
         if not self._queues.advance(read) and not read.started:  # Ctrl-C came while it was announced
-            self._queues.add(self._parts(read), None)
+            self._queues.add(self._plan(read), None)
             self._queues.advance(read)
 
     def _is_late(self, read: Read, hedging: Hedging) -> bool:
@@ -238,7 +238,7 @@ class Prefetcher:
         read.hedged = True
         read.attempts += 1
         self._counters.add("get.hedged")
-        self._queues.put_first(Part(read, 0, read.size))
+        self._queues.put_first(Request(read, 0, read.size))
         self._wake(1)
 
     def _drop(self, read: Read) -> None:
@@ -268,31 +268,31 @@ class Prefetcher:
     # --- in the reader threads
 
     def _staff(self) -> None:
-        """Have a thread for every part that may be read now."""
+        """Have a thread for every request that may be read now."""
         busy = len(self._threads) - self._threads.idle
         self._threads.grow(min(self.limiter.value, busy + self._queues.may_begin()))
 
     def _read_on(self) -> None:
         """Read the queue in order, within the limits on requests and bytes: a reader thread."""
-        while (part := self._next_part()) is not None:
-            self._read_part(part)
-            del part  # an idle thread holds no payload
+        while (request := self._next_request()) is not None:
+            self._make_request(request)
+            del request  # an idle thread holds no payload
 
-    def _read_part(self, part: Part) -> None:
-        read, start = part.read, time.monotonic()
+    def _make_request(self, request: Request) -> None:
+        read, start = request.read, time.monotonic()
         payload, error = None, None
         try:
             if self._samples.reserve(read):
-                payload = self._samples.read(*part)
+                payload = self._samples.read(*request)
             elif (payload := self._samples.found_meanwhile([read])[0]) is None:
-                self._defer(part)
+                self._defer(request)
                 return
         except BaseException as caught:  # a panic of the store's client is no Exception
             error = caught
             self._samples.release(read)
         self._finish(read, payload, error, time.monotonic() - start)
 
-    def _next_part(self) -> Part | None:
+    def _next_request(self) -> Request | None:
         with self._work:
             self._drop_cancelled()
             woken = self._threads.wait(
@@ -304,19 +304,19 @@ class Prefetcher:
             assert queue is not None
             return self._queues.begin(queue, time.monotonic())
 
-    def _defer(self, part: Part) -> None:
+    def _defer(self, request: Request) -> None:
         """Look for it later; another read may begin in its place."""
         with self._work:
             self._queues.requests -= 1
-            self._queues.passed(part.read)
-            self._deferred.add(part)
+            self._queues.passed(request.read)
+            self._deferred.add(request)
             self._work.notify()
 
-    def _put_back(self, part: Part) -> None:
-        """Queue a part that was deferred; or end its sample, where that is over."""
-        read = part.read
+    def _put_back(self, request: Request) -> None:
+        """Queue a request that was deferred; or end its sample, where that is over."""
+        read = request.read
         if read.wanted > 0:
-            self._queues.put_back(part)
+            self._queues.put_back(request)
             if read.awaited:  # behind others, which may not start before this one is handed out
                 self._queues.advance(read)
             self._wake(1)
@@ -325,16 +325,16 @@ class Prefetcher:
             self._queues.let_go(read)
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
-        """Note that a part has ended: `payload` is the sample, or None while other parts are missing."""
+        """Note that a request has ended: `payload` is the sample, or None while others are missing."""
         with self._done:
             self._queues.requests -= 1
             self.limiter.finished(seconds)
             self._deferred.measured(seconds)
             if self._hedging is not None:
                 self._hedging.finished(seconds)
-            self._settle(read, payload, error)
+            self._complete(read, payload, error)
 
-    def _settle(self, read: Read, payload: Any, error: BaseException | None) -> None:
+    def _complete(self, read: Read, payload: Any, error: BaseException | None) -> None:
         """Do as `_finish` for a read that has no request in flight. The lock is held."""
         if read.done or (payload is None and error is None):
             return

@@ -163,7 +163,7 @@ class Read:
     wanted: int = 1  # how often it was requested and not delivered
     hedged: bool = False  # it was late, and was asked for once more
     attempts: int = 1  # requests for all of it that have not failed
-    started: float = 0.0  # when its first part was begun
+    started: float = 0.0  # when its first request was begun
     awaited: bool = False
     done: bool = False
     payload: Any = None
@@ -175,7 +175,7 @@ class Read:
         return self.done or (self.wanted <= 0 and not self.started)
 
 
-class Part(NamedTuple):
+class Request(NamedTuple):
     """The bytes [start, stop) of a sample, to be read by one request."""
 
     read: Read
@@ -185,9 +185,9 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReaderQueue:
-    """The parts that one reader announced and that are not begun, and the bytes of the reads that are."""
+    """The requests that one reader announced and that are not begun, and the bytes of the reads that are."""
 
-    parts: deque[Part] = field(default_factory=deque)
+    requests: deque[Request] = field(default_factory=deque)
     held: int = 0
 
 

@@ -188,12 +188,12 @@ def resolve_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"device must be None, 'cpu', 'cuda' or 'cuda:<n>', found {device!r}") from error
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda":
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
         raise ArgumentError(
             f"device must be on the CPU or a CUDA GPU, found {device!r}: leave device out, and move the "
             "batches in the training loop"
@@ -204,7 +204,7 @@ def resolve_device(device: Any) -> torch.device | None:
             f"device={device!r} needs CUDA, and {build} (torch {torch.__version__}): run `nvidia-smi` and "
             "install torch for that driver, or use device='cpu'"
         )
-    if found.index is not None and found.index >= torch.cuda.device_count():
+    if resolved.index is not None and resolved.index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ArgumentError(f"device={device!r}: torch sees {count} GPUs here, from 'cuda:0' on")
-    return found
+    return resolved

@@ -83,12 +83,12 @@ class Dali:
 def why_no_dali() -> str | None:
     """Return None where DALI is installed; else the remedy."""
     try:
-        found = importlib.util.find_spec("nvidia.dali")
+        spec = importlib.util.find_spec("nvidia.dali")
     except ModuleNotFoundError:
-        found = None
+        spec = None
     return (
         None
-        if found
+        if spec
         else "NVIDIA DALI is not installed: pip install 'torch-fastload[dali-cuda13]' (or -cuda12)"
     )
 
@@ -255,7 +255,9 @@ class DaliDecoder(ImageDecoder):
         """Let the kernel decode a batch that ended the pipeline; later batches are fed again."""
         self.counters.add("decoder.fallbacks")
         places = [int(place) for place in re.findall(r"sample #(\d{1,6})", str(error))]
-        self._refused.update(batch.encoded.keys[batch.rows[at]] for at in places if at < len(batch.rows))
+        self._refused.update(
+            batch.encoded.keys[batch.rows[place]] for place in places if place < len(batch.rows)
+        )
         try:
             batch.images, bad = self.decode_by_kernel(batch.encoded)
             self._unexplained = 0 if bad else self._unexplained + 1

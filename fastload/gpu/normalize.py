@@ -114,13 +114,13 @@ class Normalize:
         """Say why the images of a batch cannot be told."""
         which = "choose one with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
         if images:
-            shapes = ", ".join(str(tuple(one.shape)) for one in images)
+            shapes = ", ".join(str(tuple(image.shape)) for image in images)
             return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
-        found = ", ".join(map(_kind, tree_leaves(batch)))
-        if found or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
+        others = ", ".join(map(_kind, tree_leaves(batch)))
+        if others or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
             return (
                 f"Normalize found no batch of {self._wanted()}, in this {type(batch).__name__}. Its tensors "
-                f"are: {found or 'none'}. Make uint8 tensors by a transform such as RandomResizedCrop(224)"
+                f"are: {others or 'none'}. Make uint8 tensors by a transform such as RandomResizedCrop(224)"
             )
         return (
             f"Normalize takes batches of {self._wanted()}, not a {type(batch).__module__}."

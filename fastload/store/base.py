@@ -162,9 +162,9 @@ class Store(ABC):
 
         With objects in them or without: empty directories, and directory markers such as an empty "name/".
         """
-        found: set[str] = self._attempt("_folders")
+        names: set[str] = self._attempt("_folders")
         self._count_lists(1)
-        return found
+        return names
 
     def head(self, key: str, *, wait: Wait = failures.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
@@ -415,7 +415,7 @@ def is_time_version(version: str) -> bool:
     return _TIME_VERSION.fullmatch(version) is not None
 
 
-def check_version(key: str, found: str, wanted: str | None, timed: str | None = None) -> None:
+def check_version(key: str, version: str, wanted: str | None, timed: str | None = None) -> None:
     """Raise `ObjectChangedError` unless the version found is the one wanted (None or "": any).
 
     Args:
@@ -425,19 +425,19 @@ def check_version(key: str, found: str, wanted: str | None, timed: str | None = 
     Raises:
         StoreError: the listing names ETags and the answer none, so that they cannot be compared.
     """
-    if not wanted or found == wanted:
+    if not wanted or version == wanted:
         return
     if timed is not None and is_time_version(wanted):
         if is_time_version(timed) and timed[:-9] == wanted[:-9]:
             return
-    elif timed is not None and found == timed:
+    elif timed is not None and version == timed:
         raise StoreError(
             f"the listing has the ETag {wanted!r}, but the response to a read has none, so a change could "
             "not be detected: look for a proxy that removes the ETag header",
             key=key,
         )
     raise ObjectChangedError(
-        f"the object changed since it was listed (version {found!r}, listed as {wanted!r}); "
+        f"the object changed since it was listed (version {version!r}, listed as {wanted!r}); "
         "list the prefix again",
         key=key,
     )
@@ -448,15 +448,15 @@ def check_length(key: str, body: Buffer, wanted: int | None) -> None:
 
     An error document in place of the object is a short read whatever its length: asking again helps.
     """
-    found = len(body)
-    if wanted is None or found == wanted:
+    length = len(body)
+    if wanted is None or length == wanted:
         return
     if is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
-    if found < wanted:
-        raise ShortReadError(f"the store sent {found:,} bytes where {wanted:,} were expected", key=key)
+    if length < wanted:
+        raise ShortReadError(f"the store sent {length:,} bytes where {wanted:,} were expected", key=key)
     raise ObjectChangedError(
-        f"the object has {found:,} bytes, but was listed with {wanted:,}; list again", key=key
+        f"the object has {length:,} bytes, but was listed with {wanted:,}; list again", key=key
     )
 
 

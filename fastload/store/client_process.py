@@ -96,7 +96,7 @@ class ClientProcess:
         # The client process may have another working directory: files are sent as open descriptors.
         paths = [argument for argument in arguments if isinstance(argument, Path)]
         request = pickle.dumps(
-            (method, [_FileArgument() if isinstance(one, Path) else one for one in arguments])
+            (method, [_FileArgument() if isinstance(argument, Path) else argument for argument in arguments])
         )
         with contextlib.ExitStack() as opened:
             files = [opened.enter_context(path.open("rb")) for path in paths]
@@ -378,8 +378,8 @@ class _Work:
         except GeneratorExit:  # the other side has gone
             raise
         except BaseException:  # a panic of the client is no Exception
-            said = f"the client process of the store failed:\n{traceback.format_exc()}"
-            yield _ERROR, pickle.dumps(StoreError(said))
+            text = f"the client process of the store failed:\n{traceback.format_exc()}"
+            yield _ERROR, pickle.dumps(StoreError(text))
 
 
 # --- messages
@@ -408,7 +408,8 @@ def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, l
     method, arguments = pickle.loads(_exactly(connection, _HEADER.unpack(header)[1], lambda: None))
     left = iter(files)
     arguments = [
-        Path(f"/proc/self/fd/{next(left)}") if isinstance(one, _FileArgument) else one for one in arguments
+        Path(f"/proc/self/fd/{next(left)}") if isinstance(argument, _FileArgument) else argument
+        for argument in arguments
     ]
     return files, (method, arguments)
 

@@ -198,7 +198,7 @@ class StoreLocation:
         if self.tried:
             words += f" Looked for: {self.tried}." if none else f" Credentials tried: {self.tried}."
         who = "The last of these" if none and self.tried else "The store"
-        denied = AccessDeniedError(f"{words} {who} said: {failure.said}")
+        denied = AccessDeniedError(f"{words} {who} said: {failure.summary}")
         if not failure.is_denied and not _MISSING.search(text):
             denied.retry = "reachable"  # the machine gave no answer, and may give one later
         elif _REFUSED_CREDENTIALS.search(text):
@@ -215,15 +215,17 @@ class StoreLocation:
         return NotFoundError(f"{self.bucket or self.url} does not exist: check the url {self.url!r}{server}")
 
     def _no_package(self, failure: _Failure) -> FastloadError:
-        return ArgumentError(f"{self.url!r} needs a package that is not installed: {failure.said}")
+        return ArgumentError(f"{self.url!r} needs a package that is not installed: {failure.summary}")
 
     def _unknown_option(self, failure: _Failure) -> FastloadError:
-        return ArgumentError(f"storage option not known to the file system of {self.url!r}: {failure.said}")
+        return ArgumentError(
+            f"storage option not known to the file system of {self.url!r}: {failure.summary}"
+        )
 
     def _other_region(self, failure: _Failure) -> FastloadError:
         return StoreError(
             f"{self.bucket} is not in the region of this request: set region=... in storage_options "
-            f"(or AWS_REGION). The store said: {failure.said}"
+            f"(or AWS_REGION). The store said: {failure.summary}"
         )
 
     def _bad_certificate(self, failure: _Failure) -> FastloadError:
@@ -238,7 +240,7 @@ class StoreLocation:
     def _unreachable(self, failure: _Failure) -> FastloadError:
         unreachable = StoreError(
             f"no answer{self._where} for {self.url!r}: check the endpoint_url, its port, and the network. "
-            f"The client said: {failure.said}"
+            f"The client said: {failure.summary}"
         )
         unreachable.retry = "reachable"
         return unreachable
@@ -246,11 +248,11 @@ class StoreLocation:
     def _timeout(self, failure: _Failure) -> FastloadError:
         return StoreTimeoutError(
             f"no progress{self._where} for {self.url!r}: check the endpoint_url and the network. "
-            f"The client said: {failure.said}"
+            f"The client said: {failure.summary}"
         )
 
     def _failed(self, failure: _Failure) -> FastloadError:
-        failed = StoreError(f"{self.url!r} failed{self._where}: {failure.said}")
+        failed = StoreError(f"{self.url!r} failed{self._where}: {failure.summary}")
         if _SLOWER.search(failure.text):
             failed.retry = "slower"
         elif isinstance(failure.error, ConnectionError) or _LATER.search(failure.text):
@@ -265,7 +267,7 @@ class _Failure(NamedTuple):
         error: the error itself.
         types: the names of its classes.
         whole: its text without secrets.
-        said: `whole` in one line, for a message.
+        summary: `whole` in one line, for a message.
         text: its type, its status and its words, to be searched; see `_searchable`.
         stage, key: where it happened.
     """
@@ -273,7 +275,7 @@ class _Failure(NamedTuple):
     error: BaseException
     types: frozenset[str]
     whole: str
-    said: str
+    summary: str
     text: str
     stage: str
     key: str | None
@@ -293,8 +295,8 @@ class _Failure(NamedTuple):
 def _describe(error: BaseException, secrets: Sequence[str], stage: str, key: str | None) -> _Failure:
     types = frozenset(cls.__name__ for cls in type(error).__mro__)
     whole = _without_secrets(f"{error}".split("\n\nDebug source")[0], secrets) or type(error).__name__
-    said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
-    return _Failure(error, types, whole, said, text, stage, key)
+    summary, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
+    return _Failure(error, types, whole, summary, text, stage, key)
 
 
 _NO_ROUTE = (101, 111, 113)  # numbers of system errors: no network, refused, no route
@@ -327,22 +329,22 @@ _RULES: tuple[tuple[Callable[[_Failure], Any], Callable[[StoreLocation, _Failure
 
 def _words(answer: re.Match[str]) -> str:
     """Return an error document of a store in one line, "Code: Message"."""
-    said = dict(_SAID.findall(answer[0]))
-    return ": ".join(said[part].strip() for part in ("Code", "Message") if said.get(part, "").strip())
+    parts = dict(_SAID.findall(answer[0]))
+    return ": ".join(parts[name].strip() for name in ("Code", "Message") if parts.get(name, "").strip())
 
 
 def _bounded(text: str) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
 
 
-def _searchable(error: BaseException, said: str, key: str | None) -> str:
+def _searchable(error: BaseException, whole: str, key: str | None) -> str:
     """Return the type, the status and the words of an error, without other numbers as far as can be told."""
     status = _code(error)
     # Strip names before truncating, or a long key would push the status out.
-    words = _ELEMENT.sub("", _NAMES.sub("", said)[:_LONGEST])
+    words = _ELEMENT.sub("", _NAMES.sub("", whole)[:_LONGEST])
     words = words.replace(f"path {key}", "").replace(f"location {key}", "")
-    if not status and (found := _STATUS.search(words)):
-        status = found[1]
+    if not status and (match := _STATUS.search(words)):
+        status = match[1]
     return f"{type(error).__name__}: {status} {(_NUMBER if status else _AMOUNT).sub('', words)}"
 
 

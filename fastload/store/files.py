@@ -72,19 +72,19 @@ def nearest_existing(path: str | Path) -> Path:
     return here
 
 
-def refuse_unsafe(path: str, found: os.stat_result) -> None:
+def refuse_unsafe(path: str, status: os.stat_result) -> None:
     """Raise CacheError unless `path` is a directory into which no other user can put files.
 
     Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
     """
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
-    if found.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise CacheError(
-            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
+            f"path={path!r} belongs to user id {status.st_uid}, this process runs as {os.geteuid()}; "
             "give a directory of your own, for example a new one inside it"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
 
 
@@ -99,11 +99,11 @@ def make_root(path: str | Path) -> None:
     refuse_unsafe(str(path), Path(path).stat())
 
 
-def _refuse_foreign(path: Path, found: os.stat_result) -> None:
+def _refuse_foreign(path: Path, status: os.stat_result) -> None:
     """Raise CacheError unless only this user or root can have made and can change it."""
-    if found.st_uid not in (os.geteuid(), 0):
-        raise CacheError(f"{path} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}")
-    if found.st_mode & 0o022:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CacheError(f"{path} belongs to user id {status.st_uid}, this process runs as {os.geteuid()}")
+    if status.st_mode & 0o022:
         raise CacheError(f"{path} can be written by other users")
 
 
@@ -163,9 +163,9 @@ def open_kept(path: Path) -> int:
     finally:
         os.close(folder)
     try:
-        found = os.fstat(fd)
-        _refuse_foreign(path, found)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        _refuse_foreign(path, status)
+        if not stat.S_ISREG(status.st_mode):
             raise CacheError(f"{path} is not a regular file")
     except BaseException:
         os.close(fd)

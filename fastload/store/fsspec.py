@@ -193,8 +193,8 @@ class FsspecStore(Store):
 
     def _check(self, key: str, path: str, version: str) -> None:
         """Compare with the field that the listing had: what is asked for one file may name more of them."""
-        found = list(_versions(self._details(path)))
-        check_version(key, version if version in found else (found or [""])[0], version)
+        versions = list(_versions(self._details(path)))
+        check_version(key, version if version in versions else (versions or [""])[0], version)
 
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened url, without '.' and '..' in them")
@@ -264,15 +264,15 @@ def identity_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> 
 
 def _described_options(options: Mapping[str, Any]) -> dict[str, Any]:
     local = not options.get("target_protocol")
-    found = {}
+    described = {}
     for name, value in options.items():
         if value is None or name in _NOT_A_PLACE or _SECRET.search(name):
             continue
         if local and name in _PATHS and isinstance(value, str | os.PathLike):
             path = os.fsdecode(value)
             value = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - no link is resolved
-        found[name] = _described(name, value)
-    return found
+        described[name] = _described(name, value)
+    return described
 
 
 def _described(name: str, value: Any) -> Any:
@@ -294,8 +294,12 @@ def _described(name: str, value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_described(name, inner) for inner in value), key=repr)
     if isinstance(value, AbstractFileSystem):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return [kind, _described(name, value.storage_args), _described_options(value.storage_options)]
+        class_name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return [
+            class_name,
+            _described(name, value.storage_args),
+            _described_options(value.storage_options),
+        ]
     raise _Opaque(name)
 
 

@@ -90,15 +90,15 @@ def as_keys(keys: Any) -> list[str]:
         ArgumentError: it is none of these, it is empty, or something in it is no text.
     """
     to_list = next((name for name in ("to_pylist", "tolist", "to_list") if hasattr(keys, name)), None)
-    found = keys if to_list is None else getattr(keys, to_list)()
-    if isinstance(found, str | bytes) or not isinstance(found, Sequence):  # a set has no order
+    values = keys if to_list is None else getattr(keys, to_list)()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):  # a set has no order
         raise ArgumentError(f"keys must be a sequence of keys, such as ['a.jpg', 'b.jpg'], found {keys!r}")
-    wrong = next(((at, key) for at, key in enumerate(found) if not isinstance(key, str)), None)
+    wrong = next(((position, key) for position, key in enumerate(values) if not isinstance(key, str)), None)
     if wrong is not None:
         raise ArgumentError(f"keys must be text, found {wrong[1]!r} at position {wrong[0]:,}")
-    if not found:
+    if not values:
         raise ArgumentError("keys is empty: leave it out to take all objects below the url")
-    return list(found)
+    return list(values)
 
 
 class ListingQuery(NamedTuple):
@@ -275,22 +275,22 @@ def _look_up(store: Store, keys: Keys, labels: bool, progress: Callable[[int], N
         bare = next((key for key in wanted if "/" not in key), None)
         if bare is not None:
             raise ArgumentError(f"the key {bare!r} lies in no class folder: keys are 'class/name.jpg'")
-    found: dict[str, ObjectInfo] = {}
+    infos_by_key: dict[str, ObjectInfo] = {}
     if len(wanted) > _FEW and has_listing(store):
         infos: Iterator[ObjectInfo | None] = (info for page in store.list() for info in page)
     else:
         infos = _heads(store, wanted)
     for seen, info in enumerate(infos, 1):
         if info is not None and info.key in wanted:
-            found[info.key] = info
+            infos_by_key[info.key] = info
         if seen % 1000 == 0:
             progress(seen)
-        if len(found) == len(wanted):
+        if len(infos_by_key) == len(wanted):
             break
-    if len(found) < len(wanted):
-        _refuse(store, [key for key in wanted if key not in found], len(wanted))
+    if len(infos_by_key) < len(wanted):
+        _refuse(store, [key for key in wanted if key not in infos_by_key], len(wanted))
     columns = Columns(labels=labels)
-    columns.add([found[key] for key in keys.keys])
+    columns.add([infos_by_key[key] for key in keys.keys])
     if labels:
         folders = {key.partition("/")[0] for key in wanted}
         columns.number_classes(folders | store.folders() if keys.folders and has_listing(store) else folders)

@@ -128,12 +128,12 @@ class Manifest:
         wanted = {key: key.encode("utf-8", "surrogateescape") for key in keys}
         ends = np.cumsum([len(name) for name in wanted.values()], dtype=np.int64)
         sought = _marks(b"".join(wanted.values()), np.concatenate([[0], ends]))
-        found: dict[str, list[int]] = {}
+        objects: dict[str, list[int]] = {}
         for index in np.flatnonzero(np.isin(_marks(self._keys.data, self._keys.offsets), sought)).tolist():
             key = self.key(index)
             if key in wanted:
-                found.setdefault(key, []).append(index)
-        return found
+                objects.setdefault(key, []).append(index)
+        return objects
 
     def version(self, index: int) -> str:
         """Return the version of object `index` when it was listed."""
@@ -151,15 +151,15 @@ class Manifest:
     def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return a number for each of these objects: a digest of its key and its version, wherever the store
         is."""
-        found = self._identities[indices]
-        if not found.all():
-            for at in np.flatnonzero(found == 0).tolist():
-                index = int(indices[at])
-                found[at] = self._identity(index, self._versions[index])
-            self._identities[indices] = found
+        numbers = self._identities[indices]
+        if not numbers.all():
+            for position in np.flatnonzero(numbers == 0).tolist():
+                index = int(indices[position])
+                numbers[position] = self._identity(index, self._versions[index])
+            self._identities[indices] = numbers
         for index, identity in self._changed.items():
-            found[indices == index] = identity
-        return found
+            numbers[indices == index] = identity
+        return numbers
 
     def read_anew(self, index: int, version: str) -> None:
         """Note that this process reads object `index` in a version that is not the listed one."""

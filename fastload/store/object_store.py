@@ -130,11 +130,11 @@ class NativeStore(Store):
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         kind, connection = self._address.kind, self._connection
-        found = {"region": connection.config["region"]} if kind == "s3" else {}
+        options = {"region": connection.config["region"]} if kind == "s3" else {}
         named = {"endpoint", "endpoint_url", "base_url", "client_kwargs"} & self._options.keys()
         if connection.endpoint and kind != "http" and not named:
-            found["endpoint_url"] = connection.endpoint
-        return known_options.public_options(found | self._options)
+            options["endpoint_url"] = connection.endpoint
+        return known_options.public_options(options | self._options)
 
     def _described(self, connection: known_options.Connection) -> StoreLocation:
         shown = public_url(self._url)
@@ -166,8 +166,8 @@ class NativeStore(Store):
                 page = next(pages, None)
                 over = page is None
                 infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
-                found = slashes.rest() if page is None else slashes.without(infos)
-            yield found
+                objects = slashes.rest() if page is None else slashes.without(infos)
+            yield objects
 
     def _folders(self) -> set[str]:
         import obstore
@@ -213,11 +213,11 @@ class NativeStore(Store):
                     "max_egress cannot be kept: remove them from the storage options",
                     key=key,
                 )
-            found, size = self._passes.get().read(key, version, start, stop)
-            if len(found) < stop - start:
+            piece, size = self._passes.get().read(key, version, start, stop)
+            if len(piece) < stop - start:
                 check_end(key, stop, size)
-            check_length(key, found, stop - start)
-            return found
+            check_length(key, piece, stop - start)
+            return piece
 
     def _whole_answer(self, key: str, version: str | None) -> Answer:
         import obstore
@@ -361,9 +361,9 @@ def _version(meta: ObjectMeta) -> str:
 
 
 def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
-    found = _version(meta)
-    if wanted and found != wanted:
-        check_version(key, found, wanted, time_version(meta["size"], meta["last_modified"]))
+    version = _version(meta)
+    if wanted and version != wanted:
+        check_version(key, version, wanted, time_version(meta["size"], meta["last_modified"]))
 
 
 def _pages(client: Any) -> Iterator[Any]:
@@ -418,8 +418,8 @@ def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any
 
 def _range_ignored(error: Exception) -> bool:
     """Return whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
-    said = str(error)
-    return "non-partial response" in said or "Range request not supported" in said
+    text = str(error)
+    return "non-partial response" in text or "Range request not supported" in text
 
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:

@@ -167,8 +167,8 @@ def _open(url: str, storage_options: dict[str, Any], reading: Reading) -> Store:
 
 def _refuse_console(url: str) -> None:
     """Raise `ArgumentError` for a page of a cloud's console."""
-    if found := _CONSOLE.match(url):
-        meant = ("s3://" if found["of"].startswith("aws") else "gs://") + found["key"].rstrip("/")
+    if page := _CONSOLE.match(url):
+        meant = ("s3://" if page["of"].startswith("aws") else "gs://") + page["key"].rstrip("/")
         raise ArgumentError(f"url {public_url(url)!r} is a page of the console: give {meant!r}")
 
 
@@ -286,20 +286,20 @@ def options_from_file(
         bucket = url.partition("://")[2].partition("/")[0]
         for part in bucket.split("@", 1):  # a container of an account
             check_host_part(f"{named_by}: the bucket of its url", part)
-    said, refused = public_options({name: value for name, value in options.items() if name not in given})
+    allowed, refused = public_options({name: value for name, value in options.items() if name not in given})
     if refused:
         raise ArgumentError(
             f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, "
             f"pass --storage-option {refused[0]}=VALUE, else --data URL"
         )
-    found = {**without_endpoint(said), **given}
-    server = endpoint_in(said)
+    chosen = {**without_endpoint(allowed), **given}
+    server = endpoint_in(allowed)
     if server and not endpoint_in(given):
-        own = endpoint_in(open_store(url, **found).public_options()[0])
+        own = endpoint_in(open_store(url, **chosen).public_options()[0])
         if server != own:
             raise ArgumentError(
                 f"{named_by} names the server {server!r}, and your environment names "
                 f"{repr(own) if own else 'no server'}. Requests may carry your credentials: if you know that "
                 "server, pass it with --endpoint-url"
             )
-    return found
+    return chosen

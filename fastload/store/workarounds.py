@@ -83,7 +83,7 @@ class SlashKeys:
             raise _refused(f"{key}/")
         if again:
             return False
-        self._in_doubt.update(one.key for one in opened if one.size and key[len(one.key)] == "/")
+        self._in_doubt.update(known.key for known in opened if known.size and key[len(known.key)] == "/")
         opened.append(info)
         if not size:
             self._empty.setdefault(key, info)
@@ -99,16 +99,16 @@ class SlashKeys:
         for key in keys:
             by_parent[key.rpartition("/")[0]].append(key)
         heads: list[str] = []
-        found: dict[str, int] = {}
+        sizes_found: dict[str, int] = {}
         for parent, inside in by_parent.items():
             # A directory has no more pages than the listing had. Sixteen HEADs go at once, pages do not.
             if len(inside) <= max(_FEW, _THREADS * self._listed // _PAGE):
                 heads += inside
             else:
-                found |= self._directory(parent)
+                sizes_found |= self._directory(parent)
         with ThreadPoolExecutor(_THREADS) as pool:
             sizes = zip(heads, pool.map(self._size, heads), strict=True)
-            return found | {key: size for key, size in sizes if size is not None}
+            return sizes_found | {key: size for key, size in sizes if size is not None}
 
     def _size(self, key: str) -> int | None:
         import obstore
@@ -174,20 +174,20 @@ class OnePass:
         if not version:
             return _Pass(self._kept_bytes).read(lambda: self._request(key, version), start, stop)
         with self._lock:
-            one = self._open.setdefault((key, version), _Pass(self._kept_bytes))
+            current = self._open.setdefault((key, version), _Pass(self._kept_bytes))
             self._open.move_to_end((key, version))
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         try:
-            return one.read(lambda: self._request(key, version), start, stop)
+            return current.read(lambda: self._request(key, version), start, stop)
         finally:
-            if one.is_over:
+            if current.is_over:
                 with self._lock:
-                    if self._open.get((key, version)) is one:
+                    if self._open.get((key, version)) is current:
                         del self._open[key, version]
 
     def _kept_bytes(self) -> int:
-        return sum(one.kept_bytes for one in list(self._open.values()))
+        return sum(each.kept_bytes for each in list(self._open.values()))
 
 
 class _Pass:
@@ -265,16 +265,16 @@ class _Pass:
     def _take_kept(self, start: int, stop: int) -> list[bytes] | None:
         """Return the bytes from `start` on that were passed over; None where they are not kept any more."""
         end = min(stop, self._at)
-        parts, at, left = [], start, list[tuple[int, bytes]]()
+        parts, position, left = [], start, list[tuple[int, bytes]]()
         for offset, chunk in self._kept:
-            if at < end and offset <= at < offset + len(chunk):
-                parts.append(chunk[at - offset : end - offset])
-                before, at = chunk[: at - offset], at + len(parts[-1])
-                pieces = [(offset, before), (at, chunk[at - offset :])]
+            if position < end and offset <= position < offset + len(chunk):
+                parts.append(chunk[position - offset : end - offset])
+                before, position = chunk[: position - offset], position + len(parts[-1])
+                pieces = [(offset, before), (position, chunk[position - offset :])]
             else:
                 pieces = [(offset, chunk)]
             left.extend(piece for piece in pieces if piece[1])
-        if at < end:
+        if position < end:
             return None
         self._kept = left
         self.kept_bytes -= sum(map(len, parts))
