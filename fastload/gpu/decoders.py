@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -61,25 +59,3 @@ class ImageDecoder(ABC):
         """Count and keep (key, error) of bad images."""
         self.bad.extend(bad)
         self.counters.add("bad.samples", len(bad))
-
-
-@contextlib.contextmanager
-def exact_float32(device: torch.device) -> Iterator[None]:
-    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
-    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
-    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
-    before = [matmul.fp32_precision for matmul in switches]
-    legacy = None if switches else torch.get_float32_matmul_precision()
-    try:
-        for matmul in switches:
-            matmul.fp32_precision = "ieee"
-        if legacy is not None:
-            torch.set_float32_matmul_precision("highest")
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for matmul, precision in zip(switches, before, strict=True):
-            matmul.fp32_precision = precision
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)

@@ -12,18 +12,19 @@ kernel's by the clamping of colours before the resize, and where the kernel deco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fastload.formats.jpeg_records import DCT_MAGIC
-from fastload.gpu.decoders import ImageDecoder, exact_float32
+from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, to_device
 
 _TABLES = 20  # offset of a record's quantisation tables
@@ -113,6 +114,28 @@ class TorchDctDecoder(ImageDecoder):
             out = out.permute(0, 2, 3, 1).contiguous()
         encoded.fill_in(out)
         return out, whole
+
+
+@contextlib.contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
+    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
+    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
+    before = [matmul.fp32_precision for matmul in switches]
+    legacy = None if switches else torch.get_float32_matmul_precision()
+    try:
+        for matmul in switches:
+            matmul.fp32_precision = "ieee"
+        if legacy is not None:
+            torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for matmul, precision in zip(switches, before, strict=True):
+            matmul.fp32_precision = precision
+        if legacy is not None:
+            torch.set_float32_matmul_precision(legacy)
 
 
 # ---------------------------------------------------------------- headers, on the CPU

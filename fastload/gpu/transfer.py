@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,19 +25,12 @@ from fastload.gpu.cuda import Cpu, Cuda, Device, Event
 from fastload.gpu.tree import tree_leaves, tree_map
 from fastload.metrics.counters import Counters
 
+if TYPE_CHECKING:
+    from fastload.gpu.decoding import Decoding
+
 # One is copied while the consumer's stream works on the batch before it. The second helps where that work is
 # shorter than the time from a call of `next()` to the copy.
 _AHEAD = 2
-
-
-class Decodes(Protocol):
-    """Decodes encoded images to the device; see `fastload.gpu.decoding`."""
-
-    def begin(self, batch: Any) -> Any:
-        """Start decoding the batch's encoded images; returns the batch itself if there are none."""
-
-    def finish(self, batch: Any) -> Any:
-        """Return the batch of `begin` with pixels. Waits for them."""
 
 
 @dataclass
@@ -80,7 +73,7 @@ class DevicePrefetcher:
         device: torch.device | None,
         transform: Callable[[Any], Any] | None,
         counters: Counters,
-        decoding: Decodes | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         self.ahead = 0 if device is None and decoding is None else _AHEAD
         self._decoding = decoding
