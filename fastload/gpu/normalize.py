@@ -88,7 +88,7 @@ class Normalize:
         """
         if isinstance(batch, torch.Tensor):
             if batch.ndim not in (3, 4) or not self._fits(batch):
-                raise ArgumentError(f"Normalize takes {self._wanted()}; found {_kind(batch)}")
+                raise ArgumentError(f"Normalize takes {self._wanted()}; found {_describe(batch)}")
             return self._normalized(batch)
         images: list[torch.Tensor] = []
 
@@ -116,7 +116,7 @@ class Normalize:
         if images:
             shapes = ", ".join(str(tuple(image.shape)) for image in images)
             return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
-        others = ", ".join(map(_kind, tree_leaves(batch)))
+        others = ", ".join(map(_describe, tree_leaves(batch)))
         if others or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
             return (
                 f"Normalize found no batch of {self._wanted()}, in this {type(batch).__name__}. Its tensors "
@@ -162,7 +162,7 @@ class Normalize:
         return f"Normalize({self.mean}, {self.std}{shown})"
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

@@ -47,9 +47,9 @@ _BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the 
 _PING = pickle.dumps(("", []))
 _PR_SET_NAME = 15
 
-# A message is a kind, a length, and that many bytes.
-_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # kinds
-_HEADER = struct.Struct("<BQ")  # kind and length
+# A message is a code, a length, and that many bytes.
+_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # codes
+_HEADER = struct.Struct("<BQ")  # code and length
 _MOST_FILES = 4  # sent with a request
 
 _keep_here = False
@@ -103,14 +103,14 @@ class ClientProcess:
             for last in (False, True):
                 running = self._start(target)
                 try:
-                    kind, value = running.ask(request, [file.fileno() for file in files])
+                    code, value = running.ask(request, [file.fileno() for file in files])
                     break
                 except (EOFError, ConnectionError):
                     running.close()
                     if last:
                         raise _killed() from None
                     before_repeat()
-        if kind == _ERROR:
+        if code == _ERROR:
             raise value
         return value
 
@@ -175,7 +175,7 @@ class _Running:
         self.close = weakref.finalize(self, _close, control, self._free)
 
     def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
-        """Send one request, and these descriptors with it; the answer's kind and value."""
+        """Send one request, and these descriptors with it; the answer's code and value."""
         with self.connection() as connection:
             _send(connection, _RESULT, request, files)
             return _receive(connection, self.check)
@@ -353,8 +353,8 @@ class _Work:
                 files, (method, arguments) = _receive_request(connection)
                 self._busy.add(connection)
                 try:
-                    for kind, body in self._answer(method, arguments):
-                        _send(connection, kind, body)
+                    for code, body in self._answer(method, arguments):
+                        _send(connection, code, body)
                 finally:
                     for file in files:
                         os.close(file)
@@ -362,7 +362,7 @@ class _Work:
                     self._busy.discard(connection)
 
     def _answer(self, method: str, arguments: list[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the answers to a request, as (kind, bytes)."""
+        """Yield the answers to a request, as (code, bytes)."""
         try:
             result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
@@ -389,9 +389,9 @@ class _FileArgument:
     """Stands for a file among the arguments of a request: its descriptor comes with the message."""
 
 
-def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] = ()) -> None:
+def _send(connection: socket.socket, code: int, body: Any, files: Sequence[int] = ()) -> None:
     """Send one message, and these descriptors with it."""
-    header = _HEADER.pack(kind, len(body))
+    header = _HEADER.pack(code, len(body))
     # All at once: the other side is woken once.
     sent = socket.send_fds(connection, (header, body), files) if files else connection.sendmsg((header, body))
     if sent < len(header) + len(body):
@@ -415,14 +415,14 @@ def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, l
 
 
 def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
-    """Return (kind, body or object); `silent` is called from time to time while nothing comes, and may raise.
+    """Return (code, body or object); `silent` is called from time to time while nothing comes, and may raise.
 
     Raises:
         EOFError: the other side has ended.
     """
-    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
+    code, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
     body = _exactly(connection, length, silent)
-    return kind, body if kind == _BYTES else pickle.loads(body)
+    return code, body if code == _BYTES else pickle.loads(body)
 
 
 def _exactly(connection: socket.socket, length: int, silent: Callable[[], None]) -> bytes:

@@ -240,9 +240,9 @@ class _Filter:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is complete"
         elif self._labels and not taken and any(self._shards.values()):
             endings, count = max(self._shards.items(), key=lambda item: item[1])
-            kind, reader = _SHARDS[endings]
+            name, reader = _SHARDS[endings]
             why = (
-                f"{count:,} {kind} shards there, and no class/file.jpg: fastload.{reader} reads them; "
+                f"{count:,} {name} shards there, and no class/file.jpg: fastload.{reader} reads them; "
                 "ImageFolder reads image folders"
             )
         elif self._labels and self.folders:

@@ -89,7 +89,7 @@ def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Address(NamedTuple):
-    kind: str  # "s3", "gs", "az" or "http"
+    service: str  # "s3", "gs", "az" or "http"
     bucket: str  # bucket or container; for http the base URL
     prefix: str  # without slashes at its ends
     account: str  # az only, and only where the URL names it
@@ -109,11 +109,11 @@ class NativeStore(Store):
         self._url, self._options = url, dict(options)
         self._address = _address(url)
         self._connection = _connection(self._address, options)
-        kind, bucket, prefix, _ = self._address
+        service, bucket, prefix, _ = self._address
         account = str(self._connection.config.get("account_name", ""))
         self._location = self._described(self._connection)
         where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
-        identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
+        identity = public_url(bucket) if service == "http" else f"{service}|{where}|{bucket}|{prefix}"
         super().__init__(public_url(url), identity, reading)
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
         self._reader = ProcessLocal(lambda: self._client(_READER))
@@ -129,10 +129,10 @@ class NativeStore(Store):
         return NativeStore, (self._url, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
-        kind, connection = self._address.kind, self._connection
-        options = {"region": connection.config["region"]} if kind == "s3" else {}
+        service, connection = self._address.service, self._connection
+        options = {"region": connection.config["region"]} if service == "s3" else {}
         named = {"endpoint", "endpoint_url", "base_url", "client_kwargs"} & self._options.keys()
-        if connection.endpoint and kind != "http" and not named:
+        if connection.endpoint and service != "http" and not named:
             options["endpoint_url"] = connection.endpoint
         return known_options.public_options(options | self._options)
 
@@ -140,17 +140,17 @@ class NativeStore(Store):
         shown = public_url(self._url)
         return StoreLocation(
             url=shown,
-            bucket=shown if self._address.kind == "http" else f"bucket {self._address.bucket!r}",
+            bucket=shown if self._address.service == "http" else f"bucket {self._address.bucket!r}",
             endpoint=connection.endpoint,
             tried=connection.tried,
             secrets=connection.secrets,
-            unread=_UNREAD if self._address.kind == "s3" else "",
+            unread=_UNREAD if self._address.service == "s3" else "",
         )
 
     def _list(self) -> Iterator[Page]:
         import obstore
 
-        if self._address.kind == "http":
+        if self._address.service == "http":
             raise ArgumentError(
                 f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. What is named needs "
                 "none: ImageFolder and ObjectDataset take keys=, and datasets of shards a list of URLs, or "
@@ -249,7 +249,7 @@ class NativeStore(Store):
     def _write(self, key: str, body: Buffer | Path) -> None:
         import obstore
 
-        if self._address.kind == "http":
+        if self._address.service == "http":
             raise ArgumentError(f"{self.url!r}: http servers are for reading; write to the bucket as s3://")
         with self._errors(key, "put"):
             writer = self._writer if self._written else self._first_writer
@@ -271,13 +271,13 @@ class NativeStore(Store):
             "client_options": {**connection.client_options, **patience["client"]},
             "retry_config": patience["retry"],
         }
-        if self._address.kind == "http":
+        if self._address.service == "http":
             return stores.HTTPStore(public_url(self._url), **common)
         if self._address.prefix:
             common["prefix"] = self._address.prefix
-        if self._address.kind == "gs":
+        if self._address.service == "gs":
             return stores.GCSStore(config=config, **common)
-        if self._address.kind == "az":
+        if self._address.service == "az":
             return stores.AzureStore(config=config, **common)
         provider = _credential_provider(connection)
         return stores.S3Store(config=config, credential_provider=provider, **common)
@@ -304,17 +304,17 @@ def _refuse_forked() -> None:
 
 def _address(url: str) -> _Address:
     scheme, _, rest = url.partition("://")
-    kind = NATIVE_PROTOCOLS[scheme.lower()]
-    if kind == "http":
+    service = NATIVE_PROTOCOLS[scheme.lower()]
+    if service == "http":
         parts = urlsplit(url)
         if not parts.hostname:
             raise ArgumentError(f"url {public_url(url)!r} names no host")
-        return _Address(kind, url, "", "")
+        return _Address(service, url, "", "")
     bucket, _, prefix = rest.partition("/")
     account = ""
-    if kind != "az" or ":" in bucket:
+    if service != "az" or ":" in bucket:
         known_options.refuse_user("url", url, "for credentials (key and secret for s3://)")
-    if kind == "az" and "@" in bucket:
+    if service == "az" and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
     if not bucket:
@@ -322,15 +322,15 @@ def _address(url: str) -> _Address:
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may accept it")
-    return _Address(kind, bucket, prefix, account)
+    return _Address(service, bucket, prefix, account)
 
 
 def _connection(address: _Address, options: Mapping[str, Any]) -> known_options.Connection:
-    if address.kind == "s3":
+    if address.service == "s3":
         return known_options.s3(options, address.bucket)
-    if address.kind == "gs":
+    if address.service == "gs":
         return known_options.gcs(options, address.bucket)
-    if address.kind == "az":
+    if address.service == "az":
         return known_options.azure(options, address.bucket, address.account)
     return known_options.http(options, address.bucket)
 
