@@ -233,16 +233,22 @@ def test_copy_shares_the_limit_and_a_pickle_goes_on_from_it() -> None:
     assert budget.used() == (1, 7) and other.used() == (2, 8)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), "many", "-1", True, [5]])
-def test_max_gets_that_is_no_whole_number_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="storage option max_gets must be a whole number >= 1, found"):
-        open_store("s3://bucket", key="k", secret="s", max_gets=value)
+NO_NUMBER = "storage option max_gets must be a whole number >= 1, found"
+NO_SIZE = r'storage option max_egress=.*give bytes .* such as "500GB"'
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400])
-def test_max_egress_that_is_no_size_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'storage option max_egress=.*give bytes .* such as "500GB"'):
-        open_store("s3://bucket", key="k", secret="s", max_egress=value)
+@pytest.mark.parametrize(
+    ("name", "words", "values"),
+    [
+        ("max_gets", NO_NUMBER, [0, -1, 1.5, float("nan"), "many", "-1", True, [5]]),
+        ("max_egress", NO_SIZE, [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400]),
+        ("budget", "budget must be a RequestBudget, found", [5, {"max_gets": 5}]),
+    ],
+)
+def test_wrong_limits_are_refused(name: str, words: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ArgumentError, match=words):
+            open_store("s3://bucket", key="k", secret="s", **{name: value})
 
 
 def test_hedged_reads_count(server: FaultServer) -> None:
