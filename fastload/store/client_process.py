@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -94,55 +95,66 @@ class ClientProcess:
             StoreError: no process could be started, or it was killed at this request, twice.
         """
         # The client process may have another working directory: files are sent as open descriptors.
-        paths = [argument for argument in arguments if isinstance(argument, Path)]
-        request = pickle.dumps(
-            (method, [_FileArgument() if isinstance(argument, Path) else argument for argument in arguments])
-        )
+        sent = [_FileArgument() if isinstance(argument, Path) else argument for argument in arguments]
         with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(path.open("rb")) for path in paths]
-            for last in (False, True):
-                running = self._start(target)
-                try:
-                    code, value = running.ask(request, [file.fileno() for file in files])
-                    break
-                except (EOFError, ConnectionError):
-                    running.close()
-                    if last:
-                        raise _killed() from None
-                    before_repeat()
-        if code == _ERROR:
-            raise value
-        return value
+            paths = [argument for argument in arguments if isinstance(argument, Path)]
+            files = [opened.enter_context(path.open("rb")).fileno() for path in paths]
+            ((_, result),) = self._ask(target, (method, sent), files, before_repeat=before_repeat)
+            return result
 
     def iterate(self, target: Any, method: str) -> Iterator[Any]:
         """Yield the items of the generator `target.method()`, made there. Raises as `call`."""
-        started = False
+        for code, value in self._ask(target, (method, []), patience=_ITEM_SECONDS):
+            if code == _ITEM:
+                yield value
+
+    def _ask(
+        self,
+        target: Any,
+        request: tuple[str, list[Any]],
+        files: Sequence[int] = (),
+        *,
+        patience: float = math.inf,
+        before_repeat: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the (code, value) of each message that answers a request.
+
+        If the process is killed before the first message, the request is made once more.
+
+        Args:
+            files: descriptors that are sent with it.
+            patience: seconds between two messages.
+        """
+        body, is_last = pickle.dumps(request), False
         heard = time.monotonic()
 
         def check() -> None:
             running.check()
-            if time.monotonic() - heard > _ITEM_SECONDS:
-                raise StoreTimeoutError(
-                    f"the listing made no progress for {_ITEM_SECONDS:.0f} s", stage="list"
-                )
+            if time.monotonic() - heard > patience:
+                raise StoreTimeoutError(f"the listing made no progress for {patience:.0f} s", stage="list")
 
         while True:
             running = self._start(target)
             try:
                 with running.connection() as connection:  # one that is left half-way is closed
-                    _send(connection, _RESULT, pickle.dumps((method, [])))
+                    _send(connection, _RESULT, body, files)
                     while (answer := _receive(connection, check))[0] == _ITEM:
-                        started = True
-                        yield answer[1]
+                        is_last = True
+                        yield answer
                         heard = time.monotonic()
                 break
             except (EOFError, ConnectionError):
                 running.close()
-                if started:
-                    raise _killed() from None
-                started = True
+                if is_last:
+                    raise StoreError(
+                        "the client process of the store was killed during this request; memory may have "
+                        "run out"
+                    ) from None
+                is_last = True
+                before_repeat()
         if answer[0] == _ERROR:
             raise answer[1]
+        yield answer
 
     def _start(self, target: Any) -> _Running:
         """Return the process that runs, or a new one."""
@@ -159,12 +171,6 @@ class ClientProcess:
             self._running = None
 
 
-def _killed() -> StoreError:
-    return StoreError(
-        "the client process of the store was killed during this request; memory may have run out"
-    )
-
-
 class _Running:
     """One client process, as its parent sees it: it lives until `close()`."""
 
@@ -173,12 +179,6 @@ class _Running:
         self._free: deque[socket.socket] = deque()
         # Not `__del__`: sockets that are collected with this one would warn before it closes them.
         self.close = weakref.finalize(self, _close, control, self._free)
-
-    def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
-        """Send one request, and these descriptors with it; the answer's code and value."""
-        with self.connection() as connection:
-            _send(connection, _RESULT, request, files)
-            return _receive(connection, self.check)
 
     def check(self) -> None:
         """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
