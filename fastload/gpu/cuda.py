@@ -1,4 +1,4 @@
-"""The device interface of the device prefetcher, and its two implementations: CUDA and the CPU.
+"""The devices of the device prefetcher: the host, and CUDA.
 
 All calls of CUDA go through `Cuda`. There is none before the first batch, so that workers are forked from a
 process without a CUDA context, and none in a worker.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,34 +19,45 @@ from fastload.errors import ArgumentError
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process, not only the current one
 
 
-class Event(Protocol):
-    """A point in a stream's work. torch.cuda.Event is one."""
+class Event:
+    """A point in a stream's work that has passed. `torch.cuda.Event` is one that may be still to come."""
 
     def query(self) -> bool:
         """Return whether the stream has reached it."""
+        return True
 
     def synchronize(self) -> None:
         """Wait until the stream has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Return the milliseconds from this event to another; the device has reached both."""
+        return 0.0
 
 
-class Device(Protocol):
-    """A device with a side stream, on which copies and transforms run in parallel to the consumer's work."""
+class Device:
+    """A device with a side stream, on which copies and transforms run in parallel to the consumer's work.
+
+    This one is the host, for batches that stay there: no copies, no waits.
+    """
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which work goes to the side stream."""
+        return contextlib.nullcontext()
 
     def event(self) -> Event:
         """Return the current point of the current stream."""
+        return Event()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in host memory that the device can read by itself."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def copy(self, leaf: Any) -> Any:
-        """Return a tensor, or an object with a method `to`, on the device. It reads the host's memory until
-        the next event of this stream."""
+        """Return a tensor, or an object with a method `to`, on the device.
+
+        The device reads the host's memory until the next event of this stream.
+        """
+        return leaf
 
     def wait(self, event: Event) -> None:
         """Make the current stream wait for `event`. This thread does not wait."""
@@ -56,6 +67,7 @@ class Device(Protocol):
 
     def register(self, address: int, nbytes: int) -> bool:
         """Let the device read this host memory by itself; False where that fails."""
+        return True
 
     def unregister(self, address: int) -> None:
         """Undo `register`. The device must have read the memory."""
@@ -66,7 +78,7 @@ def _side_stream(device: torch.device, process: int) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Cuda:
+class Cuda(Device):
     """One CUDA device.
 
     Args:
@@ -87,7 +99,7 @@ class Cuda:
         self._consumer = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._side)
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -134,49 +146,6 @@ class Cuda:
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(address)
-
-
-class _Passed:
-    """An event that has passed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 0.0
-
-
-class Cpu:
-    """The device for batches that stay in host memory: no copies, no waits."""
-
-    _passed = _Passed()
-
-    def side(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def event(self) -> Event:
-        return self._passed
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-    def copy(self, leaf: Any) -> Any:
-        return leaf
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def register(self, address: int, nbytes: int) -> bool:
-        return True
-
-    def unregister(self, address: int) -> None:
-        pass
 
 
 def resolve_device(device: Any) -> torch.device | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastload.gpu.cuda import Cpu, Cuda, Device, Event
+from fastload.gpu.cuda import Cuda, Device, Event
 from fastload.gpu.tree import tree_leaves, tree_map
 from fastload.metrics.counters import Counters
 
@@ -90,7 +90,7 @@ class DevicePrefetcher:
 
     @functools.cached_property
     def _device(self) -> Device:
-        return Cuda(self._wanted) if self.copies and self._wanted is not None else Cpu()
+        return Cuda(self._wanted) if self.copies and self._wanted is not None else Device()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Register a slot's memory with the device. Call the result, which undoes it, before unmapping."""
