@@ -20,7 +20,7 @@ from fastload.datasets.sample_fields import Shape, Transform, check_function
 from fastload.datasets.samples import SampleBuilder
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
-from fastload.store.keyed_listing import Keys
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
@@ -154,14 +154,13 @@ class ImageFolder(ObjectDataset):
             self.transform = self._transform
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(
-            self._store,
-            images_only=True,
+        query = ListingQuery(
             labels=True,
             classes=self._classes,
             allow_empty=self._allow_empty or keys is not None,
             keys=None if keys is None else Keys(keys, folders=self._classes is None),
         )
+        return self._listings.open(self._store, query)
 
     def _labels(self, start: int, stop: int) -> list[int]:
         labels: list[int] = self._class_indices(slice(start, stop)).tolist()

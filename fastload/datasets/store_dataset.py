@@ -35,9 +35,9 @@ from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import Source
+from fastload.fetch.reads import Source
 from fastload.metrics.counters import Counters
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 
@@ -261,7 +261,7 @@ class StoreDataset(Dataset[Any]):
         return None if listed is None else listed[1].digests
 
     @property
-    def _allowance(self) -> Allowance | None:
+    def _budget(self) -> RequestBudget | None:
         """What was asked of the store, by all processes of this trainer; None: it is a directory."""
         return None
 

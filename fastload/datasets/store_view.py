@@ -22,7 +22,7 @@ from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 
 # Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
 # starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
@@ -98,8 +98,8 @@ class StoreView(PlainView):
         before = listed[0].holding(keys, versions)
         return "" if before is None else listed[1].changes_since(before)
 
-    def allowance(self) -> Allowance | None:
-        return self.dataset._allowance
+    def budget(self) -> RequestBudget | None:
+        return self.dataset._budget
 
     # --- rows straight into the batch
 

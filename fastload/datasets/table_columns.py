@@ -23,9 +23,9 @@ from fastload.datasets.protocols import Allocate
 from fastload.datasets.table_fields import pattern_parts
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
+from fastload.store.failures import redacted
 from fastload.store.open import check_protocol
 from fastload.store.process import SharedFile
-from fastload.store.translate import redacted
 
 
 class TableColumns:

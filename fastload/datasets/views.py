@@ -31,7 +31,7 @@ from fastload.errors import ArgumentError
 from fastload.images.rng import mix_all, sample_seeds
 from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
@@ -150,7 +150,7 @@ class View(ABC):
         was, or if that listing is not known any more."""
         return ""
 
-    def allowance(self) -> Allowance | None:
+    def budget(self) -> RequestBudget | None:
         """What was asked of its store, by all processes of this trainer; None: it has none, or several."""
         return None
 
