@@ -118,7 +118,7 @@ def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultSer
     assert dataset[1] == 1
     other = pickle.loads(pickle.dumps(dataset))
     assert other[2] == 2 and view_of(dataset).budget() is not None
-    assert (view_of(dataset).budget().spent().gets, other.budget.spent().gets) == (1, 2)
+    assert (view_of(dataset).budget().spent().gets, view_of(other).budget().spent().gets) == (1, 2)
 
 
 OWN_PRICES = 'currency = "EUR"\nget = 1000\nlist = 1\negress = 1000\n'
