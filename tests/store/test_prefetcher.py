@@ -402,13 +402,13 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
     no_leaks: None,
 ) -> None:
     use(IN_RANGES)
-    claims: list[bytes] = []
-    claim = Cache.lock_inflight
+    locked: list[bytes] = []
+    lock = Cache.lock_inflight
 
     def slow(cache: Cache, wanted: bytes) -> bool:
         time.sleep(0.05)  # the other threads have begun their ranges meanwhile
-        claims.append(wanted)
-        return claim(cache, wanted)
+        locked.append(wanted)
+        return lock(cache, wanted)
 
     monkeypatch.setattr(Cache, "lock_inflight", slow)
     body = random.Random(1).randbytes(8000)
@@ -416,11 +416,11 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")
         opened = dataset._prefetchers.get()
         if not guarded:
-            opened._cached._reserving = contextlib.nullcontext()  # type: ignore[assignment]
+            opened._samples._reserving = contextlib.nullcontext()  # type: ignore[assignment]
         dataset.prefetch([0])
         assert bytes(dataset[0]) == body
         dataset.close()
-    assert (len(claims) == 1) is guarded
+    assert (len(locked) == 1) is guarded
 
 
 def test_changed_large_object_is_read_again_once(use: Callable[[ReadSettings], None], no_leaks: None) -> None:
