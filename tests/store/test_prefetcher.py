@@ -25,7 +25,7 @@ from fastload.errors import StoreError
 from fastload.fetch import threads
 from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.queues import Part, Read, ReaderQueues
+from fastload.fetch.queues import Read, ReaderQueues, Request
 from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.images.kernel import active
@@ -248,7 +248,7 @@ def test_threads_are_started_for_the_share_of_an_iteration_beside_a_paused_one(t
     limiter = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters()).limiter
     queues = ReaderQueues(limiter, ByteBudget(20_000))
     for reader in ("paused", "other"):
-        queues.add([Part(Read(index, 1000), 0, 1000) for index in range(40)], reader)
+        queues.add([Request(Read(index, 1000), 0, 1000) for index in range(40)], reader)
         while (queue := queues.startable()) is not None and reader == "paused":
             queues.begin(queue, 1.0)
     assert queues.held == 20_000 and queues.may_begin() == 1 + 10
