@@ -3,8 +3,8 @@
 Builds the kernel's C code with AddressSanitizer, LeakSanitizer and UBSan into a program that mutates real
 JPEGs of every kind, and records of them, and decodes them with random crops (see kernel.c); and into one
 whose threads make rows from records of a cache (see pool.c), which runs under ThreadSanitizer too. A finding
-stops the run, prints the sanitizer's report and keeps the input. The system's libjpeg is not instrumented itself,
-but what it allocates and what it is given is.
+stops the run, prints the sanitizer's report and keeps the input. The system's libjpeg is not instrumented
+itself, but what it allocates and what it is given is.
 """
 
 from __future__ import annotations
