@@ -17,14 +17,15 @@ from typing import Any
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.resume import filter_of
 from fastload.loader.schedule import IndexSchedule, Schedule
 from fastload.loader.stages import new_device, new_executor, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
 from fastload.order.exclusions import Filter
-from fastload.order.state import reading_state
+from fastload.order.position import Position
+from fastload.order.samplers import Samplers
+from fastload.order.state import WorkerState, reading_state
 from fastload.workers.executor import Arrival, Executor
 
 
@@ -41,7 +42,7 @@ class LoaderIterator(TorchIterator):
     _executor: Executor  # not there before `__init__` comes to it
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
-    _progress: Progress
+    _position: Position
 
     def __init__(self, loader: Any, context: LoaderContext) -> None:
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
@@ -51,12 +52,12 @@ class LoaderIterator(TorchIterator):
         self._outdated: set[int] = set()  # work that may be made by rules which have changed
         self.broken = False
         self._limit_reached: LimitError | None = None
-        inline = loader.num_workers == 0
+        inline, start = loader.num_workers == 0, context.position.start
         if inline:
-            self._progress = context.position.begin(loader)
-        with context.position.seeding(loader):
+            self._position = context.position.begin(loader)
+        with start.seeding(loader):
             super().__init__(loader)
-        self._base_seed = context.position.base_seed(int(self._base_seed))
+        self._base_seed = int(self._base_seed) if start.base_seed is None else start.base_seed
         self._encoded = context.decoding is not None  # whether workers send images as they are
         self._device = new_device(loader, context)
         if self._device is not None and self._device.copies:
@@ -70,7 +71,7 @@ class LoaderIterator(TorchIterator):
             part=(self._world_size, self._rank),
         )
         if inline:
-            if context.position.order_was_undone:
+            if start.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
             self._take_position(loader)
             self._start_epoch(loader)
@@ -92,8 +93,8 @@ class LoaderIterator(TorchIterator):
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
-        if self._progress.filter is not None and self._progress.filter.changed:
-            self._follow_exclusions(self._progress.filter)
+        if self._position.filter is not None and self._position.filter.changed:
+            self._follow_exclusions(self._position.filter)
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
             if arrival.seq in self._outdated:
@@ -174,7 +175,7 @@ class LoaderIterator(TorchIterator):
                 arrivals = self._executor.arrived()
             for arrival in arrivals:
                 if self._reorder.put(arrival):
-                    self._progress.began(arrival.worker_id, arrival.before)
+                    self._position.began(arrival.worker_id, arrival.before)
                 else:
                     self._discard(arrival)
         except BaseException:  # Ctrl-C too
@@ -238,13 +239,13 @@ class LoaderIterator(TorchIterator):
             self._executor.finish(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        step, substitutes = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
-        self._context.handed_over(self._progress.epoch, step, arrival.witness)
-        self._progress.next_worker = self._reorder.next_lane()
+        step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+        self._context.handed_over(self._position.epoch, step, arrival.witness)
+        self._position.next_worker = self._reorder.next_lane()
         self._count_left_out(substitutes)
 
     def _count_left_out(self, substitutes: int) -> None:
-        steps, self._progress.steps_left_out = self._progress.steps_left_out, 0
+        steps, self._position.steps_left_out = self._position.steps_left_out, 0
         if substitutes:
             self._context.counters.add("left_out.samples", substitutes)
         if steps:
@@ -254,12 +255,12 @@ class LoaderIterator(TorchIterator):
 
     def _follow_exclusions(self, older: Filter) -> None:
         """Edit once more what was given out and was not handed out, as more or less is left out now."""
-        progress = self._progress
-        before, newer = older.withheld, older.newer(progress.batches)
+        position = self._position
+        before, newer = older.withheld, older.newer(position.batches)
         if newer.withheld != before:
             self._executor.leave_out(newer.withheld)
         for seq in self._reorder.expected():
-            given = progress.given_out(seq - self._first)
+            given = position.given_out(seq - self._first)
             if given is None:
                 continue
             edited = newer(given.step, given.index)
@@ -271,8 +272,8 @@ class LoaderIterator(TorchIterator):
                 self._outdated.add(seq)
             elif edited is None:
                 self._reorder.forget(seq)
-            progress.edit(seq - self._first, edited)
-        progress.filter = newer  # last: after Ctrl-C all of this is done again
+            position.edit(seq - self._first, edited)
+        position.filter = newer  # last: after Ctrl-C all of this is done again
 
     def _make_again(self, arrival: Arrival) -> None:
         """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
@@ -281,7 +282,7 @@ class LoaderIterator(TorchIterator):
         has made leave the loader, so it could wait for ever.
         """
         seq, worker_id = arrival.seq, arrival.worker_id
-        given = self._progress.given_out(seq - self._first)
+        given = self._position.given_out(seq - self._first)
         if given is None:
             lane = self._reorder.take(seq)
             self._outdated.discard(seq)
@@ -302,7 +303,7 @@ class LoaderIterator(TorchIterator):
 
     def _retire(self, lane: int, arrival: Arrival) -> None:
         """This stream, or this worker's part of an iterable dataset, is at its end."""
-        self._progress.ended(lane, arrival.after)
+        self._position.ended(lane, arrival.after)
         for dropped in self._reorder.drop(lane):
             self._discard(dropped)
         if self._schedule.retire(lane):
@@ -338,8 +339,8 @@ class LoaderIterator(TorchIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch with the workers that there are; called by torch's loader."""
-        previous = None if first_iter else self._progress
-        self._progress = self._context.position.begin(loader, previous)
+        previous = None if first_iter else self._position
+        self._position = self._context.position.begin(loader, previous)
         super()._reset(loader, first_iter)
         self._take_position(loader)
         self._start_epoch(loader)
@@ -351,14 +352,14 @@ class LoaderIterator(TorchIterator):
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
-        self._progress.filter = filter_of(loader, self._progress, self._seed)
-        self._sampler_iter = context.position.started(self._progress, base_seed, self._sampler_iter)
-        self._num_yielded = self._progress.batches
+        self._position.filter = filter_of(loader, self._position, self._seed)
+        self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
+        self._num_yielded = self._position.batches
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
         with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
-            context.history.begin(loader, self._progress)
+            context.history.begin(Samplers.of(loader), self._position)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
         context.start_epoch(loader)
@@ -372,27 +373,27 @@ class LoaderIterator(TorchIterator):
         self._first = self._sent
         # Of workers that were wanted at the end of an epoch, some may not have been started.
         workers = min(wanted, len(self._workers))
-        self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, workers)
+        self._schedule = new_schedule(loader, context, self._position, self._sampler_iter, workers)
         self._executor.start_epoch(
             self._sent,
             self._seed,
-            self._progress.epoch,
+            self._position.epoch,
             streamed=self._schedule.streamed,
             shared_seed=self._shared_seed,
         )
-        if self._progress.filter is not None and self._progress.filter.withheld:
-            self._executor.leave_out(self._progress.filter.withheld)
+        if self._position.filter is not None and self._position.filter.withheld:
+            self._executor.leave_out(self._position.filter.withheld)
         if self._executor.concurrent:
             self._fill()
 
-    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
+    def take_up(self, positions: list[WorkerState] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
-        self._progress.began(state=self._executor.take_up(positions[0] if positions else None))
+        self._position.began(state=self._executor.take_up(vars(positions[0]) if positions else None))
 
     def _finish(self) -> None:
         for arrival in self._reorder.clear():
             self._discard(arrival)
-        self._progress.finish()
+        self._position.finish()
         self._count_left_out(0)
         self._context.meter.stop()
         self._context.flush_log()

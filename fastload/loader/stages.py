@@ -12,9 +12,10 @@ from torch.utils.data.graph_settings import apply_sharding
 from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.position import Progress
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
+from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe
+from fastload.order.position import Position
 from fastload.workers.executor import Executor, ProcessExecutor
 from fastload.workers.inline import InlineExecutor, allocator
 from fastload.workers.memory_limit import MemoryLimit
@@ -64,6 +65,7 @@ def new_executor(
 
 def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int]) -> WorkerSetup:
     workers, init = loader.num_workers, loader.worker_init_fn
+    positions = context.position.start.workers
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         init = functools.partial(shard_data_pipe, init, *part)
     return WorkerSetup(
@@ -81,23 +83,25 @@ def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int,
         threads=loader.threads,
         batch_size=loader.batch_size or 1,
         memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
-        positions=context.position.worker_positions(),
+        positions=None if positions is None else [vars(worker) for worker in positions],
     )
 
 
 def new_schedule(
-    loader: Any, context: LoaderContext, progress: Progress, indices: Iterator[Any], workers: int
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: int
 ) -> Schedule:
     """The schedule of one epoch.
 
     Args:
-        progress: of that epoch.
+        position: of that epoch.
         indices: of its batches, from the sampler.
         workers: the number that it begins with; 0: this process alone.
     """
     inline = not loader.num_workers
-    if progress.streams is not None:  # each reads ahead by itself, so what is announced need not be more
-        return StreamSchedule(progress.streams, ahead=1 if inline else loader.prefetch_factor)
+    if isinstance(
+        position.streams, StreamEpoch
+    ):  # each reads ahead by itself, so what is announced need not be more
+        return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
     ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
     if view_of(loader.dataset).reads_ahead:
         ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
@@ -106,7 +110,7 @@ def new_schedule(
     return IndexSchedule(
         indices,
         workers=1 if inline else workers,
-        first=progress.next_worker,
+        first=position.next_worker,
         ahead=ahead,
         in_order=loader.in_order,
     )

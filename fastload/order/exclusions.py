@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 
     Attributes:
         epoch: the loader's count.
-        sources: source of a mixture, else "" -> its number of samples, in the order of their indices.
+        sources: gives source of a mixture, else "" -> its number of samples, in the order of their indices.
         number: index -> its number in the dataset, from 0; of a mixture without the pass.
         substitutes: (index, excluded numbers) -> the samples that may stand in its place.
         choices: of these, how many a worker may try where the sample is bad.
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
     """
 
     epoch: int
-    sources: Mapping[str, int]
+    sources: Callable[[], Mapping[str, int]]
     number: Callable[[int], int]
     substitutes: Callable[[Any, Container[int]], Iterator[int]]
     choices: int = 0
@@ -168,7 +168,7 @@ class Filter:
     def excluded(self) -> frozenset[int]:
         """The excluded samples, by their numbers in the dataset."""
         numbers: set[int] = set()
-        for source, first, length in _positions(self._reading.sources):
+        for source, first, length in _positions(self._reading.sources()):
             ranges = self._samples.get(source, [])  # a state may have any numbers
             inside = {at for start, end in ranges for at in range(max(0, start), min(end, length))}
             if inside and len(inside) == length:
@@ -260,7 +260,7 @@ class Exclusions:
         """Leave samples out from a step on.
 
         Args:
-            sources: as for `Reading`.
+            sources: as `Reading.sources` gives them.
             numbers: of the samples in the dataset.
             ahead: later steps that were delivered already.
 

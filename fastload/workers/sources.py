@@ -17,7 +17,7 @@ from fastload.datasets.protocols import Allocate, SampleStream
 from fastload.datasets.wrappers import view_of
 from fastload.images.kernel import take_by_libjpeg
 from fastload.metrics.torch_private import IterableFetcher
-from fastload.order.order import is_stateful
+from fastload.order.samplers import is_stateful
 from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.protocol import EpochStart, WorkerSetup
 from fastload.workers.witness import Witness
