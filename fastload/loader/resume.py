@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EpochStart:
+class IterationStart:
     """How an iteration begins, as far as that is settled before torch draws anything.
 
     Attributes:
@@ -94,7 +94,7 @@ class LoaderPosition:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.start = EpochStart()
+        self.start = IterationStart()
         self._position: Position | None = None  # of the iteration that began last
         self._loaded: State | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
@@ -117,7 +117,7 @@ class LoaderPosition:
     # --- called when an iteration starts
 
     @contextlib.contextmanager
-    def starting(self, loader: Any) -> Iterator[EpochStart]:
+    def starting(self, loader: Any) -> Iterator[IterationStart]:
         """Stand around `iter(loader)`: give what it begins with, as `start` too."""
         saved, self._loaded = self._loaded, None
         self.start = self._taken_up(loader, saved)
@@ -127,9 +127,9 @@ class LoaderPosition:
             self._loaded = saved
             raise
         finally:
-            self.start = EpochStart()
+            self.start = IterationStart()
 
-    def _taken_up(self, loader: Any, saved: State | None) -> EpochStart:
+    def _taken_up(self, loader: Any, saved: State | None) -> IterationStart:
         samplers, resumed, workers = Samplers.of(loader), None, None
         if saved is not None and saved.begun and samplers.epoch != self._loaded_epoch:  # by set_epoch, since
             if saved.streams is not None:
@@ -155,7 +155,7 @@ class LoaderPosition:
         base_seed = next((seed for seed in seeds if seed is not None), None)
         drawn = resumed is not None or self._one_seed is not None
         origin = None if self._coming is None else self._coming.origin
-        return EpochStart(resumed, workers, base_seed, drawn, origin)
+        return IterationStart(resumed, workers, base_seed, drawn, origin)
 
     def _workers_of(self, loader: Any, saved: State) -> list[WorkerState] | None:
         """Return where each worker takes up the dataset; without workers, that is done."""
@@ -165,7 +165,7 @@ class LoaderPosition:
         if len(workers) != count:
             workers = [copy.deepcopy(workers[0]) for _ in range(count)]  # they are alike, see `_check`
         if loader.num_workers == 0:
-            load_dataset(loader.dataset, vars(workers[0]))
+            load_dataset(loader.dataset, workers[0])
         return workers
 
     def begin(self, loader: Any, previous: Position | None = None) -> Position:

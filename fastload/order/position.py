@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from fastload.order.exclusions import Edited, Filter
 from fastload.order.order import EpochOrder
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
-from fastload.order.state import Coming, State, StreamState, WorkerState
+from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
 
 _END = object()
 
@@ -189,7 +189,7 @@ class Position:
         else:
             self._due[ticket] = self._due[ticket]._replace(edited=edited)
 
-    def began(self, worker_id: int = 0, state: Any = None) -> None:
+    def began(self, worker_id: int = 0, state: DatasetState | None = None) -> None:
         """Note the state of the dataset before anything was read from it in this epoch."""
         worker = self.workers[worker_id]
         if worker.fresh and state is not None:

@@ -37,6 +37,15 @@ _DAMAGED = (
 
 
 @dataclass
+class DatasetState:
+    """What the `state_dict` of a dataset and of an iterator over it gave; `ended`: the iterator is."""
+
+    dataset: Any
+    iterator: Any
+    ended: bool
+
+
+@dataclass
 class WorkerState:
     """What a worker, or this process, has read in an epoch.
 
@@ -44,13 +53,13 @@ class WorkerState:
         batches: delivered.
         ended: its part of an iterable dataset is over.
         fresh: nothing was drawn from the dataset's iterator.
-        state: of the dataset, and of an iterator over it.
+        state: of the dataset, if it has one.
     """
 
     batches: int
     ended: bool
     fresh: bool
-    state: Any
+    state: DatasetState | None
 
 
 @dataclass
