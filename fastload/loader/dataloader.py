@@ -31,8 +31,7 @@ from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler
-from fastload.order.schema import plain
-from fastload.order.state import parse_state, reading_state
+from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.log_writer import LogWriter
 from fastload.workers.autoscale import Autoscaler, why_fixed
@@ -268,8 +267,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         state = context.position.state(self)
         state.history, state.exclusions = context.history.state(), context.exclusions.state()
         state.digest = context.digest.state()
-        plain_state: dict[str, Any] = plain(state, whole=True)
-        return plain_state
+        return plain_state(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume: the next iteration continues where `state_dict` was taken; later ones are whole epochs.

@@ -24,7 +24,7 @@ import torch
 from fastload.errors import ArgumentError, FastloadError
 from fastload.order.order import EpochOrder
 from fastload.order.samplers import Origin, SamplerState
-from fastload.order.schema import read
+from fastload.order.schema import plain, read
 
 VERSION = 2
 _CLASS = re.compile(r"GLOBAL (\S+)")
@@ -158,7 +158,7 @@ class State:
         return next((int(replicas) for replicas in reversed(known) if replicas is not None), None)
 
 
-_NAMES = {one.name for one in fields(State)}
+_NAMES = {one.name for one in fields(State)} - {"streams"}  # which is there where an epoch is read as streams
 # Entries that no other loader's state has.
 _ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
 
@@ -190,6 +190,14 @@ def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator
 def is_state(value: Any) -> bool:
     """Return whether this is what `state_dict()` of a loader returned."""
     return isinstance(value, Mapping) and value.keys() >= _ENTRIES
+
+
+def plain_state(state: State) -> dict[str, Any]:
+    """Return a state as `parse_state` reads it."""
+    entries: dict[str, Any] = plain(state, whole=True)
+    if state.streams is None:
+        del entries["streams"]
+    return entries
 
 
 def parse_state(state: Any, name: str, advice: str = _AS_SAVED) -> State:

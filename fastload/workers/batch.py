@@ -22,6 +22,7 @@ from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
+from fastload.order.state import DatasetState
 from fastload.workers.collate import Collation, tell_mismatch
 from fastload.workers.on_error import ErrorPolicy
 from fastload.workers.protocol import EpochStart, WorkerSetup

@@ -157,7 +157,7 @@ class BatchSource:
         """
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> DatasetState | dict[str, Any] | None:
         """Return the state of a stateful dataset, or of the stream after its last batch; None without one."""
         raise NotImplementedError
 
