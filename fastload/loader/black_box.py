@@ -11,10 +11,12 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
-from fastload.loader.resume import NEEDS_INDEX, Place, enter, sources_of
+from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, sources_of
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
+from fastload.order.exclusions import Segment
+from fastload.order.order import segments_of
 from fastload.order.sampler import indexed_length, known_length
-from fastload.order.samplers import is_stateful
+from fastload.order.samplers import Samplers, is_stateful
 
 
 class BlackBox:
@@ -154,11 +156,12 @@ class BlackBox:
         else:
             place = Place(chosen)
         exclusions = self.loader_context.exclusions
-        enter(loader, place)
-        length = exclusions.steps(chosen, known_length(loader))
+        samplers = Samplers.of(loader)
+        segments = segments_of(orders_at(loader, place)) or [Segment(0, 0, samplers.per_step())]
+        length = known_length(loader) if len(segments) == 1 and segments[0].step == 0 else None
         if length is not None and numbers[-1] >= length:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
-        exclusions.skip(chosen, numbers)
+        exclusions.skip(chosen, segments[-1], numbers)
 
     def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.

@@ -307,14 +307,14 @@ class LoaderIterator(TorchIterator):
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
-        self._position.filter = filter_of(loader, self._position, self._seed)
         self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
+        with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
+            context.history.begin(Samplers.of(loader), self._position)
+        self._position.filter = filter_of(loader, self._position, self._seed)
         self._num_yielded = self._position.batches
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
-        with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
-            context.history.begin(Samplers.of(loader), self._position)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
         context.start_epoch(loader)

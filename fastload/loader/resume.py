@@ -23,7 +23,8 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamAgreement, check_streams
 from fastload.order.exclusions import Filter, Reading
-from fastload.order.order import EpochOrder
+from fastload.order.history import continued
+from fastload.order.order import EpochOrder, segments_of
 from fastload.order.position import Position
 from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
@@ -386,7 +387,12 @@ def _number_of(dataset: Any, index: int) -> int:
 
 
 def reading_of(
-    loader: Any, seed: int, epoch: int, rank: int | None = None, replicas: int | None = None
+    loader: Any,
+    seed: int,
+    epoch: int,
+    orders: list[EpochOrder],
+    rank: int | None = None,
+    replicas: int | None = None,
 ) -> Reading:
     """Return how a rank reads an epoch; by default the loader's."""
     samplers, dataset = Samplers.of(loader), loader.dataset
@@ -406,25 +412,18 @@ def reading_of(
         getattr(sampler, "column", samplers.rank if rank is None else rank),
         replicas or samplers.replicas or 1,
         samples,
+        segments_of(orders),
     )
 
 
-def samples_per_step(loader: Any, replicas: int) -> int:
-    """Return the samples of a step over all ranks. 1 where batches have no fixed size, see `Segment`."""
-    size = 1 if loader.batch_sampler is None else Samplers.of(loader).batch_size
-    return size * replicas if isinstance(size, int) else 1
-
-
-def enter(loader: Any, place: Place) -> None:
-    """Note how many samples over all ranks a step has from this place of an epoch on."""
-    samplers = Samplers.of(loader)
-    known = isinstance(samplers.stateful, DistributedSampler) and place.sampler is not None and place.batches
-    loader.loader_context.exclusions.enter(
-        place.epoch,
-        place.batches,
-        samples_per_step(loader, samplers.replicas or 1),
-        int(place.sampler.state["consumed"]) if known and place.sampler is not None else None,
-    )
+def orders_at(loader: Any, place: Place) -> list[EpochOrder]:
+    """Return the orders of an epoch that has begun or is resumed, with the one from this place on."""
+    if place.sampler is None:
+        return []
+    orders: list[EpochOrder] = loader.loader_context.history.find(place.epoch)
+    if place.order is None:
+        return orders
+    return continued(orders, place.order, Samplers.of(loader))  # others may go on than those so far
 
 
 def filter_of(loader: Any, position: Position, seed: int) -> Filter | None:
@@ -433,11 +432,10 @@ def filter_of(loader: Any, position: Position, seed: int) -> Filter | None:
     Raises:
         ArgumentError: something is left out, and the samples of this epoch have no index.
     """
-    exclusions, epoch, step = loader.loader_context.exclusions, position.epoch, position.batches
+    context, epoch = loader.loader_context, position.epoch
     if not position.unordered:
-        exclusions.leave(epoch)
-        enter(loader, Place(epoch, step, (), position.sampler))
-        return Filter(exclusions, reading_of(loader, seed, epoch), step)
-    if exclusions.samples_at(epoch, step) or exclusions.epoch(epoch).skipped:
+        reading = reading_of(loader, seed, epoch, context.history.find(epoch))
+        return Filter(context.exclusions, reading, position.batches)
+    if context.exclusions.samples_at(epoch, position.batches) or context.exclusions.skipped(epoch):
         raise ArgumentError(f"samples are excluded or steps are skipped, which {NEEDS_INDEX}")
     return None

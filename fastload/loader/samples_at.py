@@ -16,9 +16,8 @@ from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.argument_checks import whole_number
-from fastload.loader.resume import enter, reading_of, samples_per_step
-from fastload.order.exclusions import Exclusions, Filter
-from fastload.order.history import continued
+from fastload.loader.resume import orders_at, reading_of
+from fastload.order.exclusions import Exclusions, Filter, Samples
 from fastload.order.order import EpochOrder, order_at
 from fastload.order.samplers import Samplers
 from fastload.workers.sample_threads import GeneratorStates
@@ -60,7 +59,7 @@ class Step(NamedTuple):
         replaces: row -> the excluded sample in whose place another one stands.
         seed: of the samples' randomness; None: it is drawn when the epoch begins.
         epoch: the loader's count.
-        per_step: samples of a step over all ranks, where it is one of another number of ranks; else None.
+        excluded: the samples that were excluded then, as ranges.
     """
 
     number: int
@@ -68,7 +67,7 @@ class Step(NamedTuple):
     replaces: Mapping[int, Any]
     seed: int | None
     epoch: int
-    per_step: int | None
+    excluded: Samples
 
 
 def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world_size: int | None) -> Step:
@@ -82,7 +81,9 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     place = context.position.place(loader)
     running, begun = place.epoch, place.sampler is not None
     epoch = running if epoch is None else epoch
-    orders = context.history.find(epoch) if epoch < running or begun else []
+    orders = orders_at(loader, place) if epoch == running else context.history.find(epoch)
+    if epoch > running:
+        orders = []
     if not orders and epoch < running:
         raise ArgumentError(
             f"nothing is known of epoch {epoch}: this loader, or the state that it loaded, was made later"
@@ -94,18 +95,14 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         orders = [context.history.coming(samplers, epoch, running + begun, persistent=persistent)]
     if orders[0].streamed:
         raise ArgumentError(_order_of_streams(f"epoch {epoch} was read"))
-    if begun and epoch == running:
-        enter(loader, place)
-        if place.order is not None:  # other ranks may go on than those so far
-            orders = continued(orders, place.order, samplers)
     order = order_at(orders, samplers, step, rank, world_size)
     index = _index_at(loader, samplers, order, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else order.base_seed
-    per_step = None if world_size is None else samples_per_step(loader, world_size)
-    reading = reading_of(loader, seed or 0, epoch, rank, world_size or order.replicas)
+    per_step = None if world_size is None else samplers.per_step(world_size)
+    reading = reading_of(loader, seed or 0, epoch, orders, rank, world_size or order.replicas)
     chosen = Filter(context.exclusions, reading, step, per_step)
     if not chosen:
-        return Step(step, index, {}, seed, epoch, per_step)
+        return Step(step, index, {}, seed, epoch, chosen.samples)
     if seed is None:
         raise ArgumentError(
             f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
@@ -113,9 +110,9 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         )
     edited = chosen(step, index)
     if edited is None:
-        return Step(step, None, {}, seed, epoch, per_step)
+        return Step(step, None, {}, seed, epoch, chosen.samples)
     replaces = {row: before for row, (_, before) in edited.replaced.items()}
-    return Step(step, edited.index, replaces, seed, epoch, per_step)
+    return Step(step, edited.index, replaces, seed, epoch, chosen.samples)
 
 
 def _index_at(
@@ -209,8 +206,7 @@ def batch_at(loader: Any, found: Step) -> Any:
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
-    excluded = loader.loader_context.exclusions.samples_at(found.epoch, found.number, found.per_step)
-    again.loader_context.exclusions = Exclusions(excluded)
+    again.loader_context.exclusions = Exclusions(found.excluded)
     states = GeneratorStates()
     try:
         with _as_in(loader, found):

@@ -68,6 +68,7 @@ class History:
             0,
             samplers.batch_size,
             samplers.replicas,
+            samplers.per_step(),
             SamplerState(self._coming_number(samplers, epoch, coming, last), None, over=False),
             base_seed=last.base_seed if last is not None and persistent else None,
             origin=samplers.origin(epoch) if samplers.seeded else None,

@@ -16,6 +16,7 @@ import torch.utils.data
 from torch.utils.data import BatchSampler
 
 from fastload.errors import ArgumentError
+from fastload.order.exclusions import Segment
 from fastload.order.mixture_sampler import MixtureSampler
 from fastload.order.sampler import DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
@@ -41,6 +42,7 @@ class EpochOrder:
         step: the first step. An epoch that goes on with other ranks, another batch size or other sources of a
             mixture has one more order from there on.
         batch_size, replicas: of these steps.
+        per_step: samples of a step over all ranks. 1 where batches have no fixed size.
         sampler: where it stood at `step`, if its state is tracked; else when the epoch began.
         dealt: the same for a `DistributedSampler`.
         base_seed: of the samples' randomness, where the loader has no seed of its own; None: not known.
@@ -55,6 +57,7 @@ class EpochOrder:
     step: int
     batch_size: Any
     replicas: Any
+    per_step: int
     sampler: SamplerState
     dealt: Dealt | None = None
     base_seed: int | None = None
@@ -74,7 +77,8 @@ class EpochOrder:
         if isinstance(samplers.stateful, DistributedSampler) and samplers.mixture is None:
             dealt = Dealt(state["consumed"], state["nodes"], state["exchange"])
             sampler = replace(sampler, epoch=state["epoch"], state=None)
-        return cls(epoch, step, samplers.batch_size, samplers.replicas, sampler, dealt, **others)
+        size, replicas = samplers.batch_size, samplers.replicas
+        return cls(epoch, step, size, replicas, samplers.per_step(), sampler, dealt, **others)
 
     def batches(
         self,
@@ -212,6 +216,23 @@ def order_at(
             f"epoch {orders[0].epoch} is known from step {orders[0].step} on, where this run took it up"
         )
     return order
+
+
+def segments_of(orders: Iterable[EpochOrder]) -> list[Segment]:
+    """Return the segments of an epoch that is read in these orders."""
+    segments: list[Segment] = []
+    for order in orders:
+        if segments and segments[-1].per_step == order.per_step:
+            continue
+        sample = order.step * order.per_step
+        if segments:
+            sample = segments[-1].start(order.step)
+        elif order.step and order.dealt is not None:
+            sample = order.dealt.consumed
+        elif order.step and isinstance(order.sampler.state, dict) and order.replicas is not None:
+            sample = int(order.sampler.state.get("consumed", sample))  # of a mixture
+        segments.append(Segment(order.step, sample, order.per_step))
+    return segments
 
 
 def _compare(samplers: Samplers, check: int | None, saved: int | None) -> None:

@@ -84,6 +84,7 @@ class Samplers:
         index_sampler: what gives index batches, or single indices.
         batch_size: samples of a batch that is full; None where a sampler of the user's own gives batches
             without saying it, and where single samples are handed out.
+        single: single samples are handed out.
         seed, generator: of the loader.
 
     Attributes:
@@ -101,10 +102,15 @@ class Samplers:
     """
 
     def __init__(
-        self, index_sampler: Any, batch_size: Any, seed: int | None, generator: torch.Generator | None
+        self,
+        index_sampler: Any,
+        batch_size: Any,
+        single: bool,
+        seed: int | None,
+        generator: torch.Generator | None,
     ) -> None:
         self.index_sampler = index_sampler
-        self.batch_size = batch_size
+        self.batch_size, self.single = batch_size, single
         self._seed, self._generator = seed, generator
         inner = getattr(index_sampler, "sampler", None)
         parts = [index_sampler] if inner is None else [index_sampler, inner]
@@ -142,7 +148,7 @@ class Samplers:
         """Return the samplers of a loader."""
         outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        return cls(outer, size, loader.seed, loader.generator)
+        return cls(outer, size, loader.batch_sampler is None, loader.seed, loader.generator)
 
     def copied(self, dataset: Any, sampler: Any = None) -> Samplers:
         """Return copies that share no state with these; the dataset in them is the same one.
@@ -164,7 +170,8 @@ class Samplers:
             raise ArgumentError(
                 f"{self.names} cannot be copied, so its order cannot be made again ({error})"
             ) from error
-        return Samplers(outer, self.batch_size, self._seed, memo.get(id(self._generator)))
+        own = memo.get(id(self._generator))
+        return Samplers(outer, self.batch_size, self.single, self._seed, own)
 
     # --- epochs and states of samplers
 
@@ -208,6 +215,11 @@ class Samplers:
             self._with_epoch.set_epoch(saved.epoch)
         if self.stateful is not None:
             self.stateful.load_state_dict(copy.deepcopy(saved.state))
+
+    def per_step(self, replicas: int | None = None) -> int:
+        """Return the samples of a step over all ranks. 1 where batches have no fixed size, see `Segment`."""
+        size = 1 if self.single else self.batch_size
+        return size * (replicas or self.replicas or 1) if isinstance(size, int) else 1
 
     def is_cut_off(self, index: Any) -> bool:
         """Return True for a last batch that is not full: its sampler stands before the next epoch."""
