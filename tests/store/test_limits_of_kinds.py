@@ -76,7 +76,7 @@ def check(kind: Kind, server: FaultServer, cache: Path, workers: int, part: floa
     opening = asked(server)
     assert Counter(samples(loader_of(dataset, 0))) == WANTED
     epoch = asked(server)
-    counted = dataset.allowance.asked()
+    counted = dataset.budget.spent()
     assert counted.gets + counted.heads == opening + epoch, "each request is counted once"
 
     limit = opening + max(1, int(part * (epoch - 1)))

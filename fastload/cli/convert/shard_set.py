@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import (
-    SPLITTERS,
     Digest,
     Sample,
     as_features,
@@ -38,9 +37,10 @@ from fastload.formats.tar import TarWriter, parse_wds_index, read_sample
 from fastload.formats.tfrecord import TFRecordWriter, encode_example, parse_tfrecord_index, read_example
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
+from fastload.shards.formats import FORMATS
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
-from fastload.store import ObjectInfo, Store, retry
-from fastload.store.retry import Wait
+from fastload.store import ObjectInfo, Store
+from fastload.store.failures import Wait, sleep
 
 FORMAT = 1
 _READ_AHEAD = 64 << 20  # bytes
@@ -236,7 +236,7 @@ class ShardSet:
         self.shards, self.complete = self.shards[:count], complete
         self.save()
 
-    def save(self, *, wait: Wait = retry.sleep) -> None:
+    def save(self, *, wait: Wait = sleep) -> None:
         """Write NAME.json. `wait` as in `Store.read`."""
         start = time.monotonic()
         document = {
@@ -301,7 +301,7 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
     reader = ShardReader(
         shards.store,
         Shard(info.key, info.size, info.version, compressed=False),
-        SPLITTERS[shards.form.kind],
+        FORMATS[shards.form.kind].splitter,
         ahead=ReadAhead.of(_READ_AHEAD, 1),
         pool=pool,
         counters=Counters(),

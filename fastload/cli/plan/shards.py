@@ -25,8 +25,8 @@ from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import SMALL_RECORD
+from fastload.shards.formats import ShardFormat
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.record_source import ShardFormat
 from fastload.store import Store
 
 _ALONE = 4  # ranges, and records, read one after the other
