@@ -27,10 +27,10 @@ from fastload.formats.beton import (
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList, index_shards, read_head
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
 from fastload.store.retry import Wait, sleep
 

@@ -26,10 +26,10 @@ from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
-from fastload.shards.fields import RecordFields
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
+from fastload.shards.record_fields import RecordFields
 from fastload.shards.records import (
     RECORD_MARK,
     IndexedShards,

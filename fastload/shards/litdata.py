@@ -29,10 +29,10 @@ from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, limited_together
 from fastload.store.retry import Wait

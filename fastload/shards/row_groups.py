@@ -31,9 +31,9 @@ from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
 from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.fields import RecordFields, check_transform
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
+from fastload.shards.record_fields import RecordFields, check_transform
 from fastload.shards.stream import Span
 from fastload.store.retry import Wait
 

@@ -17,8 +17,15 @@ from fastload.images.decode import Oriented
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import ChosenFields, Leaf, NamedFields, RecordFields, check_decode, shape_of
 from fastload.shards.formats import TFRECORD
+from fastload.shards.record_fields import (
+    ChosenFields,
+    Leaf,
+    NamedFields,
+    RecordFields,
+    check_decode,
+    shape_of,
+)
 
 
 class ExampleFields(NamedFields):

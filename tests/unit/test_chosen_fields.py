@@ -18,7 +18,7 @@ from fastload.datasets.fingerprint import describe
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards.fields import Leaf
+from fastload.shards.record_fields import Leaf
 from tests.sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
 from tests.sharddata import close_all as close_all
 
