@@ -140,7 +140,7 @@ class BetonDataset(ShardDataset):
 
 
 def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, list[BetonField]]:
-    """The header of a file, and its fields.
+    """Return the header of a file, and its fields.
 
     Raises:
         DecodeError: it is no .beton, or was cut.
@@ -150,7 +150,7 @@ def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, li
 
 
 def _read(store: Store, shard: Shard, start: int, stop: int, wait: Wait) -> bytes:
-    """The bytes [start, stop) of a file, request by request."""
+    """Return the bytes [start, stop) of a file, request by request."""
     edges = range(start, stop, _PIECE)
     return b"".join(
         store.read_range(shard.key, edge, min(edge + _PIECE, stop), shard.version, wait=wait)
@@ -163,5 +163,5 @@ def _text(fields: list[BetonField]) -> str:
 
 
 def _open_image(value: Any) -> Any:
-    """A JPEG, or pixels, as an array (H, W, 3) of its own memory."""
+    """Return a JPEG, or pixels, as an array (H, W, 3) of its own memory."""
     return np.array(decode_image(value))

@@ -115,7 +115,7 @@ class ShardDataset(FieldsDataset):
         self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
+        """Leave out the index that reading builds, and a hint: no sample depends on them."""
         learned = ("_index", "_reads_at_random", "_maker", "_hint")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
@@ -159,11 +159,11 @@ class ShardDataset(FieldsDataset):
         return super().outstanding() + len(self._here.get().pending)
 
     def shards(self) -> ShardList:
-        """The shards as they were listed: key, size and version of each."""
+        """Return the shards as they were listed: key, size and version of each."""
         return self._shards
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> the index of its sample; keys that no sample has are left out. Only if all are indexed."""
+        """Return key -> the indices of its samples, without keys that no sample has. All must be indexed."""
         numbers = {self._shards[shard].key: shard for shard in range(len(self._shards))}
         firsts = [0, *accumulate(self._index.counts())]
         found = {}
@@ -177,7 +177,7 @@ class ShardDataset(FieldsDataset):
         return found
 
     def index_of(self, shard: int) -> RecordOffsets | None:
-        """The records of a shard; None: it is not indexed yet."""
+        """Return the records of a shard; None: it is not indexed yet."""
         return self._index.get(shard)
 
     def add_index(self, shard: int, records: RecordOffsets) -> None:
@@ -200,11 +200,11 @@ class ShardDataset(FieldsDataset):
         return self._filling().run(shards)
 
     def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
+        """Return what `warm` has to read for these samples. Raises as `warm`."""
         return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
 
     def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        """What `warm_shards` has to read. Raises as `warm`."""
+        """Return what `warm_shards` has to read. Raises as `warm`."""
         return self._filling().left(shards)
 
     def _filling(self) -> ShardFilling:
@@ -266,13 +266,13 @@ class ShardDataset(FieldsDataset):
         return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
 
     def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Of its shard, the shard's version, the number of the record in it, and what that number means."""
+        """Return numbers of the shard, its version, the record's number in it, and what that number means."""
         shards, ordinals = records >> 32, records & 0xFFFFFFFF
         form = np.uint64(xxhash.xxh3_64_intdigest(self._numbering().encode()))
         return mix_all((self._shards.identities(shards) ^ form) + ordinals.view(np.uint64))
 
     def _numbering(self) -> str:
-        """What decides which record of a shard has which number."""
+        """Return a text that decides which record of a shard has which number."""
         return self._form.code
 
     # --- CacheFilling
@@ -302,7 +302,7 @@ class ShardDataset(FieldsDataset):
         return IndexedShards(self._shards, self._form, self._index, self._blocks())
 
     def _record(self, index: int) -> int:
-        """Number of a sample, or id that a stream has handed out -> packed `RecordId`."""
+        """Return the packed `RecordId` of a sample's number, or of an id that a stream has handed out."""
         index = operator.index(index)  # two tensors of one number are not one key
         if index in self._here.get().pending:
             return index
@@ -350,7 +350,7 @@ class ShardDataset(FieldsDataset):
     # --- which record, and under which key
 
     def _random_pays(self) -> bool:
-        """Whether to read at random now that it can be done: from the cache, or where records are large."""
+        """Return whether to read at random, which is possible: from the cache, or where records are large."""
         count = len(self._index)
         if count == 0 or not self._form.in_order:
             return True
@@ -391,7 +391,7 @@ class ShardDataset(FieldsDataset):
         self._here.drop()
 
     def _some_records(self) -> list[int]:
-        """The first records of some shards that are indexed."""
+        """Return the first records of some shards that are indexed."""
         some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
         tables = {shard: self._index.get(shard) for shard in some}
         return [RecordId(shard, 0).pack() for shard, table in tables.items() if table and len(table.offsets)]
@@ -428,10 +428,10 @@ class ShardDataset(FieldsDataset):
         )
 
     def _blocks(self) -> RecordBlocks | None:
-        """What the records are read in, where they cannot be read one by one."""
+        """Return the blocks that records are read in, where they cannot be read one by one."""
         return None
 
     def _read_again(self, record: int) -> Any:
-        """A record that the cache had and lost, as the cache would have it."""
+        """Return a record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
         return payload if self._step.prepare is None else self._step.prepare(payload)

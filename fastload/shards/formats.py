@@ -95,7 +95,7 @@ class ShardFormat:
             object.__setattr__(self, "names", rf".*\.(?:{'|'.join(map(re.escape, self.endings))})")
 
     def __fingerprint__(self) -> str:
-        """The format, whatever its functions look like: see `datasets.fingerprint`."""
+        """Return the format, whatever its functions look like: see `datasets.fingerprint`."""
         return self.code
 
     def names_shard(self, key: str) -> bool:
@@ -133,7 +133,7 @@ def _tfrecord_file(entries: list[Any]) -> bytes:
 
 
 def _tfrecord_fields(payload: memoryview) -> dict[str, Any]:
-    """The features that are one byte string."""
+    """Return the features that are one byte string."""
     features = read_example(payload).items()
     return {name: values[0] for name, values in features if isinstance(values, list) and len(values) == 1}
 

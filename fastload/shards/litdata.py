@@ -189,13 +189,13 @@ class LitDataset(ShardDataset):
 
 
 def rgb_tensor(value: Any) -> torch.Tensor:
-    """An encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
+    """Return an encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
     pixels = np.asarray(decode_pil(value, exif=True))
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -> bool:
-    """Whether the samples lie in a table of Arrow at the end. Reads the last bytes only where that may be."""
+    """Return whether the samples lie in a table of Arrow at the end. Read its mark only where it may be."""
     if int.from_bytes(head[-4:], "little") == shard.size:
         return False
     end = store.read_range(shard.key, max(0, shard.size - 8), shard.size, shard.version, wait=wait)

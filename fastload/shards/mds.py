@@ -141,7 +141,7 @@ class MDSDataset(ShardDataset):
 
 
 def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
-    """The entries of index.json, by the names of their files.
+    """Return the entries of index.json, by the names of their files.
 
     Raises:
         ArgumentError: one of them is not read, or has other columns than the first.
@@ -164,5 +164,5 @@ def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
 
 
 def _open_image(value: Any) -> Any:
-    """An encoded image in the mode that it has; pixels of the cache in RGB."""
+    """Return an encoded image in the mode that it has; pixels of the cache in RGB."""
     return decode_pil(value) if isinstance(value, np.ndarray | Oriented) else as_pil(value)

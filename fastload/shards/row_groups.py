@@ -98,7 +98,7 @@ class RowGroups:
         return RowGroupReader(self, span, ordinal, offset, pool)
 
     def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
-        """The rows of the row group in which a row lies, and whether they were read now.
+        """Return the rows of the row group in which a row lies, and whether they were read now.
 
         The last ones are kept. One row group at a time is read, however many threads ask: each may be
         hundreds of megabytes. The prefetcher counts the row as one request.
@@ -146,12 +146,12 @@ class RowGroups:
         return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
 
     def numbers(self, shard: int, first: int, stop: int) -> list[int]:
-        """The numbers of the rows in their file, of the samples [first, stop)."""
+        """Return the numbers of the rows in their file, of the samples [first, stop)."""
         chosen = self._files.files[shard].chosen
         return list(range(first, stop)) if chosen is None else chosen[first:stop].tolist()
 
     def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
-        """The bytes of a row group to read, in pieces."""
+        """Return the bytes of a row group to read, in pieces."""
         file, size = self._files.files[shard], self._shards[shard].size
         metadata = self._metadata(shard, wait)
         leaves = leaf_columns(metadata, self._files.columns)
@@ -163,7 +163,7 @@ class RowGroups:
         ]
 
     def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
-        """A range of a file, of the version that was listed."""
+        """Return a range of a file, of the version that was listed."""
         file = self._shards[shard]
         try:
             return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
@@ -173,7 +173,7 @@ class RowGroups:
             raise
 
     def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
-        """The samples of a row group.
+        """Return the samples of a row group.
 
         Raises:
             DecodeError: it is damaged.
@@ -192,7 +192,7 @@ class RowGroups:
         return Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
 
     def _metadata(self, shard: int, wait: Wait) -> Any:
-        """The metadata of a file, read once by this process unless it has dropped it."""
+        """Return the metadata of a file, read once by this process unless it has dropped it."""
         with self._lock:
             found, reading = self._footers.get(shard), self._reading.setdefault(shard, threading.Lock())
         if found is None:
@@ -261,7 +261,7 @@ class RowGroupReader:
             pool.submit(functools.partial(self._try, self._begin))
 
     def next(self) -> Record | None:
-        """The next row as a record, or None at the end. Blocks until its row group is here.
+        """Return the next row as a record, or None at the end. Blocks until its row group is here.
 
         Raises:
             StoreError: it cannot be read. Damage is an error of each of its rows.
@@ -330,7 +330,7 @@ class RowGroupReader:
 
 
 def _is_file(kind: Any) -> bool:
-    """Whether a column has encoded files, such as images, with their paths."""
+    """Return whether a column has encoded files, such as images, with their paths."""
     if not pa.types.is_struct(kind) or {field.name for field in kind} != _FILE:
         return False
     return bool(_is_binary(kind.field("bytes").type) or pa.types.is_null(kind.field("bytes").type))
@@ -341,7 +341,7 @@ def _is_binary(kind: Any) -> bool:
 
 
 def column_values(column: Any) -> list[Any]:
-    """The values of a column: views of binary ones; of a file its bytes, or its path if it has no bytes."""
+    """Return the values of a column: views of binary ones; of a file its bytes, or else its path."""
     if not _is_file(column.type):
         return to_python(column, views=True)
     values = []
@@ -444,7 +444,7 @@ class ParquetFields(RecordFields):
 
 
 def _hugging_face_images(metadata: Mapping[bytes, bytes]) -> set[str]:
-    """The columns that Hugging Face's `datasets` has written down as images."""
+    """Return the columns that Hugging Face's `datasets` has written down as images."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return {name for name, feature in features.items() if feature.get("_type") == "Image"}

@@ -35,7 +35,7 @@ class MemberFields(NamedFields):
         self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
 
     def __fingerprint__(self) -> Any:
-        """All but the memory of the last sample: see `datasets.fingerprint`."""
+        """Leave out the memory of the last sample: see `datasets.fingerprint`."""
         return self._decoders, self._unsafe
 
     @property

@@ -182,7 +182,7 @@ class TFRecordDataset(ShardDataset):
 
 
 def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> RecordFields | None:
-    """The fields of a record; `chosen`: the user's `fields=`."""
+    """Return the fields of a record; `chosen`: the user's `fields=`."""
     parts = transform.items() if isinstance(transform, Mapping) else []
     fused = [name for name, part in parts if is_fused(part)]
     if chosen is None:

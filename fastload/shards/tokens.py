@@ -217,7 +217,7 @@ class _Corpus:
         self.samples = max(0, self.tokens - overlap) // block
 
     def pieces(self, sample: int) -> list[_Piece]:
-        """Where the tokens of a sample are, in order."""
+        """Return where the tokens of a sample are, in order."""
         first, missing = sample * self._block, self.length
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         pieces = []
@@ -230,7 +230,7 @@ class _Corpus:
         return pieces
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each sample: of the objects that it is cut from, and where it begins."""
+        """Return a number for each sample: of the objects that it is cut from, and where it begins."""
         first = samples * self._block
         begin = np.searchsorted(self._firsts, first, side="right") - 1
         end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
@@ -245,12 +245,12 @@ class _Corpus:
         return mix_all(found ^ self._form)
 
     def name(self, sample: int) -> str:
-        """A sample in error messages: where it begins."""
+        """Return the name of a sample in error messages: where it begins."""
         first = self.pieces(sample)[0]
         return record_name(self.shards[first.shard].key, first.start)
 
     def key(self, sample: int) -> list[str]:
-        """What tells the bytes of a sample from all others."""
+        """Return what tells the bytes of a sample from all others."""
         parts = [self.shards.store.identity]
         for number, start, stop in self.pieces(sample):
             shard = self.shards[number]
@@ -300,7 +300,7 @@ class _TokenSource:
 
 
 def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
-    """(bytes before the tokens, number of tokens) of each object.
+    """Return (bytes before the tokens, number of tokens) of each object.
 
     The first bytes of all objects are read. Rejected: those of one object only. A `.npy` file of another type
     among raw ones would be served as tokens that nobody wrote.
@@ -335,7 +335,7 @@ def _header(key: str, head: bytes) -> TokenHeader | None:
 
 
 def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:
-    """The number of tokens in an object."""
+    """Return the number of tokens in an object."""
     if header is not None and header.dtype != dtype:
         raise ArgumentError(
             f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "
