@@ -202,22 +202,9 @@ def formats() -> list[str]:
 
 _NUMPY_DTYPES = dict(
     enumerate(
-        np.dtype(text)
-        for text in (
-            "i1",
-            "<i2",
-            "<i4",
-            "<i8",
-            "u1",
-            "<u2",
-            "<u4",
-            "<u8",
-            "<f2",
-            "<f4",
-            "<f8",
-            "<c8",
-            "<c16",
-            "?",
+        map(
+            np.dtype,
+            ["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16", "?"],
         )
     )
 )

@@ -323,7 +323,7 @@ class TarWriter:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._index: list[str] = []
+        self._index: list[tuple[int, list[Member]]] = []  # see `wds_index`
         self._keys: set[str] = set()
         self.size = self.samples = 0
 
@@ -340,7 +340,7 @@ class TarWriter:
         if not members or key in self._keys:
             why = "was written already" if members else "has no members"
             raise ArgumentError(f"sample {key!r} {why}", key=key)
-        line = []
+        written = []
         for extension, content in members.items():
             name = f"{key}.{extension}"
             plain = name.isprintable() and "\\" not in name and len(name.split()) == 1
@@ -352,11 +352,11 @@ class TarWriter:
                     key=key,
                 )
             self._write_header(name, len(content))
-            line.append(f"{extension} {self.size} {len(content)} {name}")
+            written.append(Member(name, extension, self.size, self.size + len(content)))
             self._put(content)
             self._put(bytes(-len(content) % BLOCK))
         self._keys.add(key)
-        self._index.append(" ".join(line) + "\n")
+        self._index.append((0, written))
         self.samples += 1
 
     def close(self) -> None:
@@ -364,8 +364,8 @@ class TarWriter:
         self._put(bytes(2 * BLOCK + -(self.size + 2 * BLOCK) % tarfile.RECORDSIZE))
 
     def index(self) -> bytes:
-        """Return wds2idx's index, version 1.2: per sample "extension offset size name" of each member."""
-        return f"v1.2 {self.samples}\n".encode() + "".join(self._index).encode()
+        """Return wds2idx's index of the samples, version 1.2."""
+        return wds_index(self._index)
 
     def _write_header(self, name: str, size: int) -> None:
         header = tarfile.TarInfo(name)

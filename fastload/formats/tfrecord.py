@@ -392,7 +392,7 @@ class TFRecordWriter:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._index: list[str] = []
+        self._index: list[tuple[int, int]] = []
         self.size = self.samples = 0
 
     def write(self, record: Any) -> None:
@@ -402,7 +402,7 @@ class TFRecordWriter:
         for part in (before, record, after):
             self._sink.write(part)
             self.size += len(part)
-        self._index.append(f"{start} {self.size - start}\n")
+        self._index.append((start, self.size - start))
         self.samples += 1
 
     def close(self) -> None:
@@ -410,12 +410,12 @@ class TFRecordWriter:
 
     def index(self) -> bytes:
         """Return lines "offset size" of the records with their framing, as tfrecord2idx writes them."""
-        return "".join(self._index).encode()
+        return tfrecord_index(self._index)
 
 
-def tfrecord_index(offsets: Offsets) -> bytes:
-    """Return the lines of tfrecord2idx."""
-    return "".join(f"{start} {size}\n" for start, size in offsets.tolist()).encode()
+def tfrecord_index(offsets: list[tuple[int, int]]) -> bytes:
+    """Return the lines of tfrecord2idx: (offset, size) of each record."""
+    return "".join(f"{start} {size}\n" for start, size in offsets).encode()
 
 
 def parse_tfrecord_index(text: bytes, shard_size: int) -> Offsets:
