@@ -302,7 +302,7 @@ def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
     if pid == 0:
         try:
             iterator._device.close()  # FakeCuda raises in any other process
-            iterator._executor.pool._workers.clear()
+            iterator._engine._workers.clear()
             del iterator, loader
             os._exit(0)
         except BaseException:
