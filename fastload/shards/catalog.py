@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Offsets, too_large
 from fastload.formats.tar import parse_wids
 from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard, read_in_turn
 from fastload.shards.urls import Named, is_index, listed_url, resolve
 from fastload.store import Store, limited_together, open_store
@@ -119,16 +118,12 @@ class ShardList:
     @functools.cached_property
     def digest(self) -> str:
         """A text that stands for the shards and their versions."""
-        digest = hashlib.blake2b(digest_size=8)
-        for shard in range(len(self)):
-            digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        return digest_of("".join(repr(self[shard][:3]) for shard in range(len(self))))
 
     @functools.cached_property
     def digests(self) -> tuple[str, str]:
         """Short texts: (the keys of the shards in their order; these, and their versions)."""
-        keys = "\0".join(self[shard].key for shard in range(len(self)))
-        return hashlib.blake2b(keys.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(), self.digest
+        return digest_of("\0".join(self[shard].key for shard in range(len(self)))), self.digest
 
     def identities(self, shards: NDArray[np.int64]) -> NDArray[np.uint64]:
         """See `Manifest.identities`."""

@@ -36,6 +36,11 @@ _MAGIC = b"fastplac"
 _HEAD = struct.Struct("<8sQQ")
 
 
+def digest_of(text: str, size: int = 8) -> str:
+    """Return a short text that stands for another one."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest()
+
+
 class Fault(NamedTuple):
     """What is wrong with a record. Unless `lasting`, it may have happened on the way: see `Record`."""
 
@@ -244,8 +249,7 @@ class ShardIndex:
 
     def _path(self, shard: int) -> Path:
         assert self._directory is not None
-        digest = hashlib.blake2b(self._identity(shard).encode("utf-8", "surrogatepass"), digest_size=16)
-        return self._directory / f"{digest.hexdigest()}.places"
+        return self._directory / f"{digest_of(self._identity(shard), 16)}.places"
 
     def _read(self, shard: int) -> RecordOffsets | None:
         path = self._path(shard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import PARQUET
-from fastload.shards.index import RecordId
+from fastload.shards.index import RecordId, digest_of
 from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.process import ProcessLocal
@@ -187,9 +186,10 @@ class ParquetDataset(ShardDataset):
         )
         self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
         columns.learn(self._files.schema)
+        columns_read = digest_of(repr(sorted(self._files.columns)))
         super().__init__(
             url,
-            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
+            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}"),
             shards,
             columns,
             decode=decode,
@@ -229,8 +229,3 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import RowGroups
 
         return RowGroups(self._shards, self._files)
-
-
-def _digest(columns: list[str]) -> str:
-    text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -5,7 +5,6 @@ footer ─▶ schema, row groups ─▶ (filters: their columns are read) ─▶
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from fastload.formats.parquet import (
 )
 from fastload.formats.sample import dump, load
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard
 from fastload.shards.stream import Span
 from fastload.store import Store
@@ -254,7 +253,7 @@ class ParquetFiles:
     @property
     def digest(self) -> str:
         """A text that differs where other rows are samples."""
-        return "" if self._filter is None else _digest(self._filter.key)
+        return "" if self._filter is None else digest_of(self._filter.key, 16)
 
     def index_rows(self, shards: ShardList, index: ShardIndex) -> None:
         """Add the samples of each file to the index; their offsets are the numbers of their rows.
@@ -284,7 +283,9 @@ class ParquetFiles:
         filtered = "" if self._filter is None else self._filter.key
         found = (_VERSION, store.identity, shard.key, shard.size, shard.version, self._wanted, filtered)
         identity = repr(found)
-        path = None if directory is None or not shard.version else directory / f"{_digest(identity)}.rows"
+        path = (
+            None if directory is None or not shard.version else directory / f"{digest_of(identity, 16)}.rows"
+        )
         kept = None if path is None else _load(path, identity)
         if kept is not None:
             return kept
@@ -412,10 +413,6 @@ def _difference(one: Any, other: Any) -> str:
         if kinds[0] != kinds[1]:
             return f"{name!r} is {kinds[0]} in one and {kinds[1]} in the other"
     return ""
-
-
-def _digest(identity: str) -> str:
-    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _dump(rows: FileRows, identity: str) -> bytes:
