@@ -32,7 +32,7 @@ from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _PIECE = 8 << 20  # bytes of a request for the tables
 

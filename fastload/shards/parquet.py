@@ -20,8 +20,8 @@ from fastload.shards.formats import PARQUET
 from fastload.shards.index import RecordId, digest_of
 from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
+from fastload.store.failures import Wait
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import Wait
 
 if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows

@@ -34,7 +34,7 @@ from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
 from fastload.shards.records import record_name
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 

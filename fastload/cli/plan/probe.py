@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import fastload
-from fastload.cache.disk import Disk, measure_disk
+from fastload.cache.maintenance import Disk, measure_disk
 from fastload.cli.plan.model import Data, Mode
 from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.images import decode_resized, shrink
