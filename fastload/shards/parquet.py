@@ -173,7 +173,6 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
-        columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
         row_filter = None if filters is None else RowFilter(filters)
         streams = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         kept_in = as_cache(cache)
@@ -184,14 +183,14 @@ class ParquetDataset(ShardDataset):
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
-        self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
-        columns.learn(self._files.schema)
+        wanted = None if shape is None else list(shape.leaves.values())
+        self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
         super().__init__(
             url,
             dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}"),
             shards,
-            columns,
+            ParquetFields(self._files.schema, shape, decode if isinstance(decode, Mapping) else {}),
             decode=decode,
             transform=transform,
             streams=streams,

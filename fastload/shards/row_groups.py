@@ -359,33 +359,22 @@ class ParquetFields(RecordFields):
     """The columns of a row.
 
     Args:
+        schema: of the columns that are read.
         shape: of the samples; None: a dict of all columns.
         decoders: column -> function that replaces the value.
+
+    Raises:
+        ArgumentError: `decoders` names a column that is not read.
     """
 
-    def __init__(self, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, schema: Any, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]
+    ) -> None:
         for name, function in decoders.items():
             refuse_class(f"decode[{name!r}]", function)
-        self._decoders = dict(decoders)
         self.shape = shape
+        self._decoders = dict(decoders)
         self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
-        self._columns: dict[str, str] = {}  # name -> column
-        self._files: list[str] = []  # columns of encoded files
-        self._numeric: set[str] = set()  # columns
-        self._sure: set[str] = set()  # names of images, whatever their bytes look like
-        self._may_be_images: list[str] = []
-
-    @property
-    def wanted(self) -> list[str] | None:
-        """The wanted columns; None: all."""
-        return None if self._wanted is None else list(self._wanted.values())
-
-    def learn(self, schema: Any) -> None:
-        """Take the columns and their types from the files.
-
-        Raises:
-            ArgumentError: `decode` names a column that is not read.
-        """
         self._columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
         unknown = sorted(self._decoders.keys() - set(self._columns.values()))
         if unknown:
@@ -399,8 +388,8 @@ class ParquetFields(RecordFields):
         self._may_be_images = [
             name for name, column in self._columns.items() if column in binary - self._decoders.keys()
         ]
-        sure = _hugging_face_images(schema.metadata or {})
-        self._sure = {name for name in self._may_be_images if self._columns[name] in sure}
+        hugging_face = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
+        self._sure = {name for name in self._may_be_images if self._columns[name] in hugging_face}
 
     @property
     def key(self) -> str:
