@@ -137,12 +137,7 @@ class ParquetDataset(ShardDataset):
         cycle_length: row groups open at once, by all workers of a rank together.
         block_length: rows taken from each in turn.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
-            of all that `decode` holds.
-        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is

@@ -70,9 +70,7 @@ class TokenDataset(StoreDataset):
         overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
             With 1, all tokens but the first are a target once.
         cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        storage_options, listing_max_age: see `TarDataset`.
 
     Attributes:
         tokens: the number of tokens in all objects.
