@@ -59,7 +59,7 @@ def open_shards(
             )
         return fastload.TarDataset(url, fields=chosen, **arguments)
     spec = None if features is None else _parse_features(features)
-    if spec is None and arguments["cache"].mode not in ("auto", "raw"):
+    if spec is None and arguments["cache"].codec.wants_images:
         raise ArgumentError(
             f"mode {arguments['cache'].mode!r} keeps the features of a record: pass those of the training, "
             "as in --features image=bytes,label=int"

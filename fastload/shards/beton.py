@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,

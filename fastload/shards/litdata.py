@@ -13,7 +13,7 @@ import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (

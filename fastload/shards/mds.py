@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
 from fastload.formats.packed import as_pil, parse_table, split_values, table_size

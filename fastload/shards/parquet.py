@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.prepare import LOSSLESS
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
@@ -203,13 +202,13 @@ class ParquetDataset(ShardDataset):
 
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
-        cache = self.cache if self._step.mode in LOSSLESS else None
+        cache = self.cache if self._payloads.codec.lossless else None
         return _RowSource(
             self._indexed(),
             self._cache_key_at,
             groups=self._groups.get(),
             cache=cache,
-            prepare=self._step.prepare,
+            prepare=self._payloads.encode,
         )
 
     def _blocks(self) -> RecordBlocks:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastload.datasets.pairs import always_fused
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.crop import is_fused
 from fastload.images.decode import decode_pil
+
+NAME_IT = "name the image in fields=, without a function for it in decode="  # of a transform that lacks one
 
 
 class RecordFields(ABC):
@@ -70,33 +72,6 @@ class RecordFields(ABC):
     @abstractmethod
     def check(self, transform: Any) -> None:
         """Raise `ArgumentError` unless the transform goes with these fields."""
-
-
-def check_transform(transform: Any, names: Collection[str], images: list[str]) -> None:
-    """Raise `ArgumentError` for a transform that no sample with these fields can satisfy.
-
-    Args:
-        names: of the fields.
-        images: those that may be images.
-    """
-    has = ", ".join(names)
-    if isinstance(transform, Mapping):
-        for name in transform:
-            if name not in names:
-                raise ArgumentError(
-                    f"transform names {name!r}, and a sample has {has}: a leaf of fields= in a tuple is "
-                    "named by its first alternative, one in a dict by its key"
-                )
-    elif is_fused(transform) and not images:
-        raise ArgumentError(
-            f"transform= takes an image, and none of {has} may be one: name the image in fields=, without a "
-            "function for it in decode="
-        )
-    elif is_fused(transform) and len(images) > 1:
-        raise ArgumentError(
-            f"transform= takes one image, and {' and '.join(images)} may be one: name it, as in "
-            f"transform={{{images[0]!r}: RandomResizedCrop(224)}}"
-        )
 
 
 class Leaf(NamedTuple):
@@ -180,14 +155,8 @@ class ChosenFields(RecordFields):
         )
 
     def check(self, transform: Any) -> None:
-        check_transform(transform, self._leaves, self._images)
-        parts = transform if isinstance(transform, Mapping) else dict.fromkeys(self._images, transform)
-        for name, part in parts.items():
-            if name in self.optional and is_fused(part):
-                raise ArgumentError(
-                    f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
-                    "cannot hold None: leave out the '?', or give transform= a function for it"
-                )
+        transforms = FieldTransforms(transform)
+        transforms.check(list(self._leaves), self._images, NAME_IT, optional=self.optional)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         found = self._fields.split(payload)
@@ -328,7 +297,7 @@ class ColumnFields(RecordFields):
 
     def check(self, transform: Any) -> None:
         if self._possible is not None:
-            check_transform(transform, self._names, self._possible)
+            FieldTransforms(transform).check(list(self._names), self._possible, NAME_IT)
 
     def needs_files(self, transform: Any) -> bool:
         return self._opens_files and not always_fused(self._images, transform)

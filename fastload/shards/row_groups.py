@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
@@ -33,7 +33,7 @@ from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
-from fastload.shards.record_fields import RecordFields, check_transform
+from fastload.shards.record_fields import NAME_IT, RecordFields
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
 
@@ -396,7 +396,8 @@ class ParquetFields(RecordFields):
         return repr((self._wanted, sorted(self._decoders)))
 
     def check(self, transform: Any) -> None:
-        check_transform(transform, self._columns, self._may_be_images[:1])  # a row's values say which
+        images = self._may_be_images[:1]  # a row's values say which
+        FieldTransforms(transform).check(list(self._columns), images, NAME_IT)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         row = load_row(payload)

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.fingerprint import describe
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
@@ -64,11 +65,11 @@ def opened(tmp_path: Path, objects: dict[str, bytes], **arguments: Any) -> Any:
 def rows(data: Any, numbers: Any) -> Any:
     """A batch, filled as a loader fills it."""
     numbers = list(numbers)
-    batch = data.new_batch(len(numbers), ordinary)
-    failures = data.fill(batch, list(enumerate(numbers)), 5, 0)
+    batch = view_of(data).new_batch(len(numbers), ordinary)
+    failures = view_of(data).fill(batch, list(enumerate(numbers)), 5, 0)
     if failures:
         raise failures[0][1]
-    return data.finish_batch(batch)
+    return view_of(data).finish_batch(batch)
 
 
 # --- samples and batches
