@@ -82,7 +82,7 @@ class Leaf(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Leaf:
-        """The leaf that is written as "jpg;jpeg;png" or "json?".
+        """Return the leaf that is written as "jpg;jpeg;png" or "json?".
 
         Raises:
             ArgumentError: a name is empty or occurs twice, or "?" is not at the end.
@@ -97,7 +97,7 @@ class Leaf(NamedTuple):
 
 
 def shape_of(chosen: Any) -> Shape:
-    """The structure that `fields=` gives a sample. A leaf in a tuple is named by its first alternative.
+    """Return the structure that `fields=` gives a sample; a leaf in a tuple has its first alternative's name.
 
     Raises:
         ArgumentError: it is no structure of texts, or one of these is not for `Leaf.parse`.
@@ -327,7 +327,7 @@ class ColumnFields(RecordFields):
     def _find_images(
         self, columns: Mapping[str, Column], decoders: Mapping[str, Any], transform: Any
     ) -> list[str]:
-        """Names of encoded images: by their kind, or because a fused transform takes them."""
+        """Return names of encoded images: by their kind, or because a fused transform takes them."""
         plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
         self._possible = images or [name for name, column in plain.items() if column.may_be_image]
