@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 
 import lmdb
 
+from fastload.arguments import whole_number
 from fastload.cache import maintenance
 from fastload.cache.access import Access
-from fastload.cache.checks import absolute, check_kernel, whole_number
+from fastload.cache.checks import absolute, check_kernel
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
 from fastload.cache.keys import Digest, Mode, add_parts, first_digest
 from fastload.cache.maintenance import Report
@@ -127,8 +128,8 @@ class Cache:
             check_kernel()
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
-        self.short_side = whole_number("short_side", short_side, 65535)
-        self.quality = whole_number("quality", quality, 100)
+        self.short_side = whole_number("short_side", short_side, most=65535)
+        self.quality = whole_number("quality", quality, most=100)
         self.remote = remote if remote is None or isinstance(remote, Store) else open_store(remote)
         self.push = push
         if push and remote is None:

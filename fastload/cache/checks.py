@@ -32,10 +32,3 @@ def absolute(path: str | os.PathLike[str]) -> str:
             f"path={text!r} names a variable, which only a shell replaces: use os.path.expandvars"
         )
     return str(Path(text).expanduser().absolute())
-
-
-def whole_number(name: str, value: int, top: int) -> int:
-    """The value of the argument `name`, from 1 to `top`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= top:
-        raise ArgumentError(f"{name}={value!r}; give a whole number from 1 to {top}")
-    return value

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from fastload.arguments import check_function
 from fastload.cache import Cache
 from fastload.cache.listings import Listings
 from fastload.datasets.cache_choice import AutoChoice
 from fastload.datasets.prepare import LOSSLESS, PrepareStep
 from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
-from fastload.errors import ArgumentError, FastloadError, refuse_class
+from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
 from fastload.images.dct import Unindexed, with_rows
@@ -388,17 +389,6 @@ def _keep(payload: Any) -> None:
 def _bytes_of(payload: Any) -> int:
     """Of a payload, or of those of several objects."""
     return sum(map(len, payload)) if isinstance(payload, list) else len(payload)
-
-
-def check_function(name: str, value: Any) -> None:
-    """An argument that is a function or None.
-
-    Raises:
-        ArgumentError: it cannot be called, or is a class where one of its instances is meant.
-    """
-    refuse_class(name, value)
-    if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be callable or None, found {value!r}")
 
 
 def check_on_change(value: Any) -> None:

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from fastload.arguments import check_function
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
-from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
 from fastload.datasets.pairs import images_kept
 from fastload.datasets.protocols import Allocate, RowErrors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastload.arguments import check_function, check_index
 from fastload.cache import Cache, as_cache
 from fastload.cache.keys import Mode
 from fastload.cache.listings import Listings
-from fastload.datasets.base import SOME, StoreDataset, check_function, check_on_change
+from fastload.datasets.base import SOME, StoreDataset, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors, own_samples
@@ -250,11 +250,7 @@ class ObjectDataset(StoreDataset):
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
 
     def _record(self, index: int) -> int:
-        index = operator.index(index)  # two tensors of one number are not one key
-        n = len(self._manifest)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return index % n
+        return check_index(index, len(self._manifest), f"samples of {self.url}")
 
     def _name(self, record: int) -> str:
         return str(self._manifest.key(record))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from fastload.datasets.base import check_function
+from fastload.arguments import check_function
 from fastload.datasets.columns import (
     as_batch,
     collate_column,

@@ -8,7 +8,6 @@ An object is a number for the prefetcher: row * files of a sample + file.
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastload.arguments import check_index
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME, check_on_change, kept
@@ -310,10 +310,7 @@ class TableDataset(FieldsDataset):
 
     def _record(self, index: int) -> int:
         """The row of an index."""
-        index = operator.index(index)  # two tensors of one number are not one key
-        if not -self._count <= index < self._count:
-            raise IndexError(f"index {index} is out of range for the {self._count:,} rows of the table")
-        return index % self._count
+        return check_index(index, self._count, "rows of the table")
 
     def _name(self, record: int) -> str:
         return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"

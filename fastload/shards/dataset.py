@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fastload.arguments import check_index, whole_number
 from fastload.cache import Cache, Digest
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
@@ -23,7 +24,6 @@ from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
-from fastload.errors import check_whole_number
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -91,7 +91,7 @@ class ShardDataset(FieldsDataset):
     ) -> None:
         self._options = streams
         if num_samples is not None:
-            check_whole_number("num_samples", num_samples)
+            num_samples = whole_number("num_samples", num_samples)
         super().__init__(url, decode)
         self._fields, self._shape = fields, shape
         self.transform = transform
@@ -309,10 +309,7 @@ class ShardDataset(FieldsDataset):
             if ordinal >= len(table.offsets):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
-        n = len(self._index)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return self._index.record_id(index % n)
+        return self._index.record_id(check_index(index, len(self._index), f"samples of {self.url}"))
 
     def _name(self, record: int) -> str:
         here = self._here.get()

@@ -12,9 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from fastload.arguments import refuse_class
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
 from fastload.datasets.shape import Shape
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import load_row
 from fastload.images.decode import decode_pil, is_image
 

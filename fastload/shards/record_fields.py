@@ -15,10 +15,11 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from fastload.arguments import refuse_class
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import read_sample
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.crop import is_fused
