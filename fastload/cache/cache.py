@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import lmdb
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.cache import maintenance
 from fastload.cache.access import Access
 from fastload.cache.checks import absolute, check_kernel

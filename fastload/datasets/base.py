@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fastload.arguments import check_function
+from fastload.checks import check_function
 from fastload.cache import Cache
 from fastload.cache.listings import Listings
 from fastload.datasets.cache_choice import AutoChoice

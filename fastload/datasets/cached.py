@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.arguments import check_index
+from fastload.checks import check_index
 from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.prepare import check_fingerprint

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
-from fastload.arguments import check_function
+from fastload.checks import check_function
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
 from fastload.datasets.objects import ObjectDataset

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.views import Reach, View

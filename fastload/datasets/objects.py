@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.arguments import check_function, check_index
+from fastload.checks import check_function, check_index
 from fastload.cache import Cache, as_cache
 from fastload.cache.keys import Mode
 from fastload.cache.listings import Listings

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from fastload.arguments import check_function
+from fastload.checks import check_function
 from fastload.datasets.columns import (
     as_batch,
     collate_column,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.arguments import check_index
+from fastload.checks import check_index
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME, check_on_change, kept

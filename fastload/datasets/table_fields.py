@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastload.arguments import check_function
+from fastload.checks import check_function
 from fastload.datasets.prepare_files import FilePrepareStep
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil

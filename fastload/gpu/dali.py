@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.distributed import cores_of_rank, local_ranks
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.decoders import ImageDecoder

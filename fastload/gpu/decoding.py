@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastload.arguments import refuse_class
+from fastload.checks import refuse_class
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali

@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from fastload.arguments import check_one_of, refuse_class
+from fastload.checks import check_one_of, refuse_class
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address

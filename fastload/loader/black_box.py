@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.context import LoaderContext

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.datasets.protocols import current_reader
 from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from fastload.arguments import check_one_of
+from fastload.checks import check_one_of
 from fastload.distributed import find_rank
 from fastload.distributed.agreement import can_agree
 from fastload.errors import ArgumentError

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fastload.arguments import check_index, whole_number
+from fastload.checks import check_index, whole_number
 from fastload.cache import Cache, Digest
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.cache import Cache
 from fastload.errors import ArgumentError
 from fastload.fetch.limits import process_share

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from fastload.arguments import refuse_class
+from fastload.checks import refuse_class
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError

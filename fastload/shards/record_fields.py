@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fastload.arguments import refuse_class
+from fastload.checks import refuse_class
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape

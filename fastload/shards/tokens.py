@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from fastload.arguments import check_index, whole_number
+from fastload.checks import check_index, whole_number
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.base import StoreDataset

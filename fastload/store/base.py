@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.errors import (
     ArgumentError,
     NotFoundError,

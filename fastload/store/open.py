@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.arguments import whole_number
+from fastload.checks import whole_number
 from fastload.errors import ArgumentError
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
