@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.checks import check_function
+from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.crop import Crop, is_fused
 
@@ -285,17 +286,6 @@ class FieldTransforms:
 def name_of(fields: Mapping[str, Any]) -> str:
     """Return a sample in error messages, beside the record's name there."""
     return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
-
-
-def check_function(name: str, value: Any) -> None:
-    """An argument that is a function or None.
-
-    Raises:
-        ArgumentError: it cannot be called, or is a class where one of its instances is meant.
-    """
-    refuse_class(name, value)
-    if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be callable or None, found {value!r}")
 
 
 def _may_be_mask(value: Any) -> bool:

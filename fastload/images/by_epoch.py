@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastload.errors import ArgumentError, refuse_class
+from fastload.checks import refuse_class
+from fastload.errors import ArgumentError
 
 
 class ByEpoch:

@@ -16,12 +16,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
+from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
-from fastload.errors import check_whole_number
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
@@ -94,7 +94,7 @@ class ShardDataset(StoreDataset):
     ) -> None:
         self._options = streams
         if num_samples is not None:
-            check_whole_number("num_samples", num_samples)
+            num_samples = whole_number("num_samples", num_samples)
         decode = None if isinstance(decode, Mapping) else decode  # of single fields: see `fields`
         super().__init__(url, decode)
         self._fields = fields
@@ -300,10 +300,7 @@ class ShardDataset(StoreDataset):
             if ordinal >= len(table.offsets):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
-        n = len(self._index)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return self._index.record_id(index % n)
+        return self._index.record_id(check_index(index, len(self._index), f"samples of {self.url}"))
 
     def _name(self, record: int) -> str:
         here = self._here.get()

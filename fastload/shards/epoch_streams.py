@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.errors import ArgumentError, check_whole_number
+from fastload.checks import whole_number
+from fastload.errors import ArgumentError
 from fastload.fetch.limits import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
@@ -113,8 +114,8 @@ class StreamOptions(NamedTuple):
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        check_whole_number("cycle_length", cycle_length)
-        check_whole_number("block_length", block_length)
+        cycle_length = whole_number("cycle_length", cycle_length)
+        block_length = whole_number("block_length", block_length)
         return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
 
 

@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fastload.checks import refuse_class
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.sample_fields import FieldTransforms, Shape
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import is_fused
 from fastload.images.decode import decode_pil
 

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fastload.checks import refuse_class
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
 from fastload.datasets.sample_fields import FieldTransforms, Shape
-from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
+from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group

@@ -10,7 +10,6 @@ bytes that it needs, and a cache that cannot hold the corpus would read these in
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ import xxhash
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
+from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
+from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -103,8 +103,8 @@ class TokenDataset(StoreDataset):
     ) -> None:
         super().__init__(url, None)
         self.dtype = _checked_dtype(dtype)
-        check_whole_number("block", block)
-        check_whole_number("overlap", overlap, 0)
+        block = whole_number("block", block)
+        overlap = whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
         self._payloads = ObjectPayloads(kept_in, None)
@@ -151,11 +151,7 @@ class TokenDataset(StoreDataset):
         return _TokenSource(self._corpus, self._cache_key)
 
     def _record(self, index: int) -> int:
-        index = operator.index(index)  # two tensors of one number are not one key
-        n = self._corpus.samples
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return index % n
+        return check_index(index, self._corpus.samples, f"samples of {self.url}")
 
     def _name(self, record: int) -> str:
         return self._corpus.name(record)
