@@ -27,6 +27,7 @@ from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
 from fastload.images.dct import Unindexed, with_rows
+from fastload.images.kernel import threads
 from fastload.metrics.counters import Counters
 from fastload.store.allowance import Allowance
 from fastload.store.manifest import Manifest
@@ -34,7 +35,7 @@ from fastload.store.process import ProcessLocal
 
 SOME = 256  # records that stand for all
 
-# Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
+# Samples that each thread of the kernel decodes in one call. While others are still on their way: few enough that decoding
 # starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
 # the interpreter's code out of these, and Python then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
@@ -122,6 +123,11 @@ class StoreDataset(Dataset[Any]):
         assert self.cache is not None  # `cache_key` says so
         return all(map(self.cache.has, keys))
 
+    @property
+    def made_by_kernel(self) -> bool:
+        """Whether the kernel makes all samples, and no code of the user's runs for any."""
+        return False
+
     def listed(self) -> tuple[str, str] | None:
         """Digests of (keys, versions) of the objects that were listed; None: there are none."""
         found = self._listed()
@@ -157,6 +163,8 @@ class StoreDataset(Dataset[Any]):
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: RowErrors = []
+        share = max(1, threads())
+        most_rows, most_bytes = _CHUNK * share, _CHUNK_BYTES * share
         at = 0
         while at < len(todo):
             rows: list[int] = []
@@ -169,7 +177,7 @@ class StoreDataset(Dataset[Any]):
                 record = None
                 try:
                     record = self._record(index)
-                    if held >= _CHUNK_BYTES or (len(rows) >= _CHUNK and not self._is_here(record)):
+                    if held >= most_bytes or (len(rows) >= most_rows and not self._is_here(record)):
                         break
                     payload = self._get(record)
                     payloads.append(payload)

@@ -140,6 +140,9 @@ class MapView(ChoosingView):
     def _apply(self, make: MadeSample) -> Any:
         return self._function(make())
 
+    def made_by_kernel(self) -> bool:
+        return False
+
     def form(self) -> Any:
         return None  # the function takes samples, not rows
 

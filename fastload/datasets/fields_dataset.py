@@ -31,6 +31,10 @@ class FieldsDataset(StoreDataset):
         self._maker = maker
         self._transform = transform
 
+    @property
+    def made_by_kernel(self) -> bool:
+        return self._maker.made_by_kernel
+
     def start_epoch(self, epoch: int) -> None:
         """From now on, samples are of this epoch: for transforms that go by it."""
         self._maker.start_epoch(epoch)

@@ -139,6 +139,10 @@ class ImageFolder(ObjectDataset):
 
     imgs = samples
 
+    @property
+    def made_by_kernel(self) -> bool:
+        return super().made_by_kernel and self.target_transform is None
+
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         return super().__getitem__(index), self._target(self._record(index))
 

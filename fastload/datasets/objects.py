@@ -24,7 +24,7 @@ from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.crop import Crop
+from fastload.images.crop import Crop, made_by_kernel
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
@@ -126,6 +126,10 @@ class ObjectDataset(StoreDataset):
     @property
     def allowance(self) -> Allowance | None:
         return self._store.allowance
+
+    @property
+    def made_by_kernel(self) -> bool:
+        return self.decode is None and made_by_kernel(self.transform)
 
     def __len__(self) -> int:
         return len(self._manifest)

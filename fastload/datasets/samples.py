@@ -24,7 +24,7 @@ from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, current_transform
-from fastload.images.crop import Crop, is_fused
+from fastload.images.crop import Crop, is_fused, made_by_kernel
 
 _log = logging.getLogger("fastload")
 
@@ -145,6 +145,12 @@ class SampleMaker:
         return isinstance(self._transform, Mapping) and not all(
             isinstance(current_transform(part), Crop) for part in self._parts()
         )
+
+    @property
+    def made_by_kernel(self) -> bool:
+        """Whether all transforms are fused ones that the kernel does alone."""
+        parts = self._parts()
+        return self._fields is not None and bool(parts) and all(map(made_by_kernel, parts))
 
     def sample(self, value: Any) -> Any:
         """The value that `RecordPrepareStep.restore` returns -> sample.

@@ -300,6 +300,10 @@ class TableDataset(FieldsDataset):
 
     # --- what `StoreDataset` and `FieldsDataset` ask for
 
+    @property
+    def made_by_kernel(self) -> bool:
+        return super().made_by_kernel and all(leaf.file.decode is None for leaf in self._files)
+
     def _new_maker(self, transform: Transform) -> SampleMaker:
         maker = SampleMaker(RowFields(), False, transform, self._shape)
         self._check_transform(transform)

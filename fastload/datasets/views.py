@@ -79,6 +79,10 @@ class View(ABC):
         """Whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
 
+    def made_by_kernel(self) -> bool:
+        """Return whether the kernel makes all samples, and no code of the user's runs for any."""
+        return bool(self.parts) and self.override is None and all(map(_made_by_kernel, self.parts))
+
     @abstractmethod
     def prefetch(self, indices: list[Any]) -> None:
         """See `RowDataset`."""
@@ -219,6 +223,9 @@ class StoreView(PlainView):
     def leaves(self) -> Iterator[RowDataset]:
         yield self.dataset
 
+    def made_by_kernel(self) -> bool:
+        return self.override is None and bool(getattr(self.dataset, "made_by_kernel", False))
+
     def writes(self) -> bool:
         return self.override is None and self.new_batch(1, ordinary_memory) is not None
 
@@ -342,6 +349,10 @@ def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
 def reraise(error: Exception) -> NoReturn:
     """Raise an error that was found before."""
     raise error
+
+
+def _made_by_kernel(view: View) -> bool:
+    return view.made_by_kernel()
 
 
 def _as_it_is(sample: Any) -> Any:

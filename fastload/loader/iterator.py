@@ -157,7 +157,7 @@ class LoaderIterator(TorchIterator):
             schedule.turn.clear()
             self._engine.end_work()
             return None
-        worker_id = lane % max(1, self._num_workers)
+        worker_id = lane % self._engine.lanes
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
@@ -320,8 +320,7 @@ class LoaderIterator(TorchIterator):
         context = self._context
         with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
             context.history.begin(loader, self._progress)
-        wanted = context.workers_wanted(self._num_workers)
-        context.meter.start(wanted)
+        context.meter.start(context.workers_wanted(self._num_workers))
         context.start_epoch(loader)
         if context.autoscaler is not None:
             context.autoscaler.start_epoch(context.counters["wait.batches"])
@@ -331,9 +330,7 @@ class LoaderIterator(TorchIterator):
         if self._device is not None:
             self._device.end_epoch()
         self._first = self._sent
-        # Of workers that were wanted at the end of an epoch, some may not have been started.
-        workers = min(wanted, len(self._workers))
-        self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, workers)
+        self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, self._engine)
         self._engine.begin(
             EpochStart(
                 self._sent,
