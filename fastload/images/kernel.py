@@ -107,7 +107,8 @@ def row_index(file: Source, max_pixels: int) -> bytes | None:
     There is none for damaged files, and for those whose Huffman codes libjpeg decodes.
     """
     indexer: Any = kernel
-    if not getattr(indexer, "HUFFMAN", False):
+    # libjpeg accepts other bytes after the first two. Behind an index they would be taken for a JPEG.
+    if not getattr(indexer, "HUFFMAN", False) or bytes(memoryview(file)[:3]) != b"\xff\xd8\xff":
         return None
     try:
         index: bytes = indexer.row_index(file, max_pixels)

@@ -20,12 +20,12 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
-from fastload.loader.revision import Revision, begin
+from fastload.loader.resume import filter_of
 from fastload.loader.schedule import Schedule
 from fastload.loader.stages import (
     Delivery,
     Scaling,
-    follow_rules,
+    follow_exclusions,
     new_device,
     new_schedule,
     new_workers,
@@ -50,7 +50,6 @@ class LoaderIterator(TorchIterator):
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
     _progress: Progress
-    _revision: Revision
 
     def __init__(self, loader: Any, context: LoaderContext) -> None:
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
@@ -104,10 +103,7 @@ class LoaderIterator(TorchIterator):
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
-        if self._revision.changed:
-            self._outdated |= follow_rules(
-                self._revision, self._progress, self._reorder, self._engine, self._first
-            )
+        follow_exclusions(self._progress, self._reorder, self._engine, self._first, self._outdated)
         while (seq := self._next_due()) is not None:  # schedule -> workers
             arrival = self._wait_for(seq)  # workers -> reorder
             if arrival.seq in self._outdated:
@@ -271,7 +267,7 @@ class LoaderIterator(TorchIterator):
             self._reorder.expect_again(seq)
             self._outdated.discard(seq)
             self._discard(arrival)
-            index = given.revised.index
+            index = given.edited.index
             self._engine.submit(worker_id, seq, index, encoded=self._encoded, again=True)
         except BaseException:  # Ctrl-C: nobody may wait for this batch, which whoever resumes gets
             self._reorder.forget(seq)
@@ -310,10 +306,8 @@ class LoaderIterator(TorchIterator):
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
-        self._revision = begin(loader, context.left_out, self._progress, self._seed)
-        self._sampler_iter = context.position.started(
-            self._progress, base_seed, self._sampler_iter, self._revision
-        )
+        self._progress.filter = filter_of(loader, self._progress, self._seed)
+        self._sampler_iter = context.position.started(self._progress, base_seed, self._sampler_iter)
         self._num_yielded = self._progress.batches
 
     def _start_epoch(self, loader: Any) -> None:
@@ -338,7 +332,7 @@ class LoaderIterator(TorchIterator):
                 self._progress.epoch,
                 self._schedule.streamed,
                 self._shared_seed,
-                self._revision.excluded,
+                frozenset() if self._progress.filter is None else self._progress.filter.withheld,
             )
         )
         if self._engine.concurrent:

@@ -15,7 +15,6 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
-from fastload.loader.revision import Revision
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
 from fastload.metrics.torch_private import shard_data_pipe, stage
 from fastload.order.order import is_stateful
@@ -217,33 +216,33 @@ class Delivery:
             self._workers.discard(arrival)
 
 
-def follow_rules(
-    revision: Revision, progress: Progress, reorder: ReorderBuffer, workers: Workers, first: int
-) -> set[int]:
-    """Revise once more what was given out and was not handed out, as the rules have changed.
-
-    Returns the work that may be made by the rules of before.
+def follow_exclusions(
+    progress: Progress, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+) -> None:
+    """Edit once more what was given out and was not handed out, where more or less is left out now.
 
     Args:
         first: sequence number of the first work of this epoch.
+        outdated: gets the work that may be made as it was before.
     """
-    outdated = set()
-    before, newer = revision.excluded, revision.newer(progress.batches)
-    if newer.excluded != before:
-        workers.leave_out(newer.excluded)
+    older = progress.filter
+    if older is None or not older.changed:
+        return
+    before, newer = older.withheld, older.newer(progress.batches)
+    if newer.withheld != before:
+        workers.leave_out(newer.withheld)
     for seq in reorder.expected():
         given = progress.given_out(seq - first)
         if given is None:
             continue
-        revised = newer(given.step, given.index)
-        same = revised is not None and revised.replaced == given.revised.replaced
-        if same and not newer.may_choose(given.revised, before):
+        edited = newer(given.step, given.index)
+        same = edited is not None and edited.replaced == given.edited.replaced
+        if same and not newer.may_choose(given.edited, before):
             continue
-        index = None if revised is None else revised.index
+        index = None if edited is None else edited.index
         if reorder.has(seq) or not workers.revise(seq, index):
             outdated.add(seq)
-        elif revised is None:
+        elif edited is None:
             reorder.forget(seq)
-        progress.revise(seq - first, revised)
-    revision.take_over(newer)  # last: after Ctrl-C all of this is done again
-    return outdated
+        progress.edit(seq - first, edited)
+    progress.filter = newer  # last: after Ctrl-C all of this is done again

@@ -59,6 +59,12 @@ def test_files_of_one_scan_with_huffman_codes_have_an_index() -> None:
         assert with_rows(FILES[kind]) is FILES[kind]
 
 
+def test_a_file_that_is_not_taken_for_a_jpeg_has_no_index() -> None:
+    """libjpeg would read it, but without an index nobody asks libjpeg."""
+    file = FILES["420"][:2] + b"\x7b" + FILES["420"][3:]
+    assert with_rows(file) is file
+
+
 @pytest.mark.parametrize("kind", INDEXED)
 def test_crops_have_the_same_pixels_with_an_index(kind: str) -> None:
     data = FILES[kind]
