@@ -201,7 +201,7 @@ class Crop(ABC):
                 if encoded and chosen[2:] == (None, False) and self.interpolation == "bilinear":
                     room = (image.index_room(height),) if isinstance(image, Unindexed) else ()
                     return (k, source, *chosen.box, chosen.flip, *room)
-                # Already decoded (a PNG, say): used at once, so that a thread has only one such image in memory.
+                # Already decoded (a PNG, say): used at once, so that a thread has one such image in memory.
                 self.render_one(out[k], source, chosen)
             except DecodeError as error:
                 failures[k] = error

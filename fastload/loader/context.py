@@ -41,8 +41,8 @@ class LoaderContext:
         allowances: what was asked of the stores of the datasets, and may be.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
-        kind: of workers, in the iteration that began last: "threads" of the kernel in one process, "processes",
-            or "" where this process makes the batches.
+        kind: of workers, in the iteration that began last: "threads" of the kernel in one process,
+            "processes", or "" where this process makes the batches.
     """
 
     counters: Counters = field(default_factory=Counters)

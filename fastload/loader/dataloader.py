@@ -100,13 +100,12 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
             (With None too, fastload's fused transforms do not depend on the number of workers, unless a
             subclass of its datasets makes the samples.)
-        processes: True: `num_workers` processes make the batches, always. False: `num_workers` is the number of
-            threads in one process where only fastload's code makes the rows of a batch (`stats()["workers"]`
-            says which it is). That is so for fastload's datasets with fused transforms alone, under torch's
-            default `collate_fn`, and without `worker_init_fn`, `threads` and `decode`. The threads share the rows
-            of the batch that is due next, and `prefetch_factor` is the number of batches that they make ahead
-            in all. Batches, order and randomness are the same. Shards that are not indexed yet are read by
-            processes.
+        processes: True: always have `num_workers` processes. False: where only fastload's code makes the
+            samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
+            it is. That is so for fastload's datasets with fused transforms alone, under torch's default
+            `collate_fn`, without `worker_init_fn`, `threads` and `decode`. All threads work on the batch that
+            is due next, and `prefetch_factor` is the number of batches made ahead in all. Batches, order and
+            randomness are the same. Shards that are not indexed yet are read by processes.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
             concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
             The samples of the coming index batches are made, which then wait in memory; batches, errors and
