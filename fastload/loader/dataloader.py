@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
-from fastload.errors import ArgumentError
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.argument_checks import (
     check_log,
@@ -170,7 +169,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         sample_log: str | os.PathLike[str] | None = None,
         processes: bool = False,
     ) -> None:
-        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
         check_log(dataset, sample_log)
         check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
@@ -199,8 +198,6 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             in_order=in_order,
         )
         self.memory_limit = memory_limit
-        if not isinstance(processes, bool):
-            raise ArgumentError(f"processes must be True or False, found {processes!r}")
         self.sample_log = sample_log
         self.device = resolve_device(device)
         self.batch_transform = batch_transform

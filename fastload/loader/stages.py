@@ -150,13 +150,14 @@ class Scaling:
 
         A worker that is parked finishes its work, and waits.
         """
-        autoscaler = self._context.autoscaler
-        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
+        autoscaler, threads = self._context.autoscaler, self._workers.kernel_threads
+        # Where there is no more work, more threads still help with what was given out.
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
             return False
         wanted = autoscaler.look(self._context.counters, in_flight)
-        if self._workers.kernel_threads:
+        missing: list[int] = []
+        if threads:
             self._workers.scale(wanted, autoscaler.ahead)
-            missing = []
         else:
             schedule.park(wanted)
             missing = schedule.missing(wanted)
