@@ -37,7 +37,7 @@ SOME = 256  # records that stand for all
 
 # Samples that each thread of the kernel decodes in one call. While others are still on their way: few enough
 # that decoding starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding
-# seems to throw the interpreter's code out of these, and Python then takes twice as long for the next samples.
+# seems to throw the code of Python out of these, which then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
 
 
