@@ -51,9 +51,7 @@ def guess_kind(keys: list[str]) -> Kind:
 
 
 def _shards_of(keys: list[str]) -> Kind | None:
-    from fastload.shards import tar, tfrecord
+    from fastload.shards.formats import format_of
 
-    for kind, names in ((Kind.tar, tar.NAMES), (Kind.tfrecord, tfrecord.NAMES)):
-        if any(re.fullmatch(names.pattern, key.lower(), re.DOTALL) for key in keys):
-            return kind
-    return None
+    form = format_of(key.lower() for key in keys)
+    return None if form is None or form.name not in SHARDS else Kind(form.name)

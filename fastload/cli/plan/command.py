@@ -36,7 +36,7 @@ from fastload.cli.command_options import (
 )
 from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.shard_source import contents, first_records, list_shards
+from fastload.cli.shard_source import first_records, list_shards
 from fastload.metrics.units import format_money, format_size
 
 ADVICE = {
@@ -123,7 +123,7 @@ def _probe_shards(kind: Kind, url: str, options: dict[str, Any], **arguments: An
     image = first_records(shards, form).image
 
     def image_of(payload: Any) -> bytes | None:
-        found = contents(form, payload).get(image)
+        found = form.read_fields(payload).get(image)
         return None if found is None else bytes(found)
 
     return probe_shards(shards, form, image_of, options, **arguments)

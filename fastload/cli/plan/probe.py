@@ -25,6 +25,7 @@ ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
+LEAST_SECONDS = 1e-6  # that a measurement takes, also by a clock that stood still
 
 _CORES = Cores()
 
@@ -161,7 +162,8 @@ def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], floa
             results.append(work(item))
         except DecodeError:
             continue
-    return results, (time.thread_time() - start) / max(1, len(results))
+    seconds = max(time.thread_time() - start, LEAST_SECONDS)
+    return results, seconds / max(1, len(results))
 
 
 def probe_disk(directory: Path) -> Disk:

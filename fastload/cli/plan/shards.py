@@ -25,8 +25,8 @@ from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import SMALL_RECORD
+from fastload.shards.formats import ShardFormat
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.record_source import ShardFormat
 from fastload.store import Store
 
 _ALONE = 4  # ranges, and records, read one after the other
@@ -104,7 +104,7 @@ def probe_shards(
         speed if ceiling else None,
         streaming,
     )
-    scale = mean * len(read.images) / sum(map(len, read.images))  # from the images to whole records
+    scale = mean * len(read.images) / max(1, sum(map(len, read.images)))  # from the images to whole records
     modes = probe_modes(read.images, size, cache, _cache_cpu(read.images), scale)
     return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
 
