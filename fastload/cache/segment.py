@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 FORMAT = 1
 HEADER_SIZE = 64
@@ -53,6 +54,18 @@ _MAGIC = b"FLR1"
 _FIELDS = struct.Struct("<4sHH16s16sQQ")
 _SUM = struct.Struct("<Q")
 _ENTRY = struct.Struct("<IQQQ")
+_ENTRY_FIELDS = np.dtype([("segment", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
+# Where a record lies and what its header must say, as the kernel takes it: fastload/images/segment.h.
+PLACE = np.dtype(
+    [
+        ("fd", "<i4"),
+        ("segment", f"V{SEGMENT_ID_SIZE}"),
+        ("key", f"V{KEY_SIZE}"),
+        ("length", "<u8"),
+        ("checksum", "<u8"),
+        ("offset", "<u8"),
+    ]
+)
 _ZEROS = bytes(HEADER_SIZE)
 
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,64}-[0-9]+-([0-9a-f]{32})\.seg", re.ASCII)
@@ -283,6 +296,25 @@ class SegmentReader:
         return size
 
 
+class Places(NamedTuple):
+    """Where a cache has the records of some keys. Their segments stay open as long as this lives.
+
+    Attributes:
+        here: of each key, whether the cache has its record.
+        table: the places of these records, in the order of the keys, as an array of `PLACE`.
+        readers: the segments.
+    """
+
+    here: NDArray[np.bool_]
+    table: NDArray[np.void]
+    readers: list[SegmentReader]
+
+    @classmethod
+    def none(cls, count: int) -> Places:
+        """No record of any of `count` keys."""
+        return cls(np.zeros(count, np.bool_), np.empty(0, PLACE), [])
+
+
 class SegmentFiles:
     """The open segments of one process: a bounded number, the least recently used goes first."""
 
@@ -304,6 +336,37 @@ class SegmentFiles:
             if len(self._open) > MAX_OPEN_SEGMENTS:
                 self._open.popitem(last=False)
         return reader
+
+    def places(self, keys: Sequence[bytes], packed: Sequence[bytes | None]) -> Places:
+        """Return where the records of these keys lie, by their packed entries.
+
+        Records whose segment cannot be opened, or whose entry is damaged, are left out as if they were not
+        there: a read of such a record alone says what is wrong with it.
+        """
+        here = np.fromiter((value is not None and len(value) == _ENTRY.size for value in packed), np.bool_)
+        joined = b"".join([value for value, known in zip(packed, here, strict=True) if value and known])
+        entries = np.frombuffer(joined, _ENTRY_FIELDS)
+        numbers, segments = np.unique(entries["segment"], return_inverse=True)
+        readers: list[SegmentReader] = []
+        usable = np.ones(len(numbers), np.bool_)
+        for position, number in enumerate(numbers.tolist()):
+            try:
+                readers.append(self.get(number))
+            except (CorruptRecordError, OSError):
+                usable[position] = False
+        table = np.empty(len(entries), PLACE)
+        table["key"] = np.frombuffer(b"".join(keys), PLACE["key"])[here]
+        for name in ("length", "checksum", "offset"):
+            table[name] = entries[name]
+        if not usable.all():
+            kept = usable[segments]
+            here[here] = kept
+            table, segments = table[kept], (np.cumsum(usable) - 1)[segments[kept]]
+        if readers:
+            table["fd"] = np.array([reader.fd for reader in readers], np.int32)[segments]
+            ids = np.frombuffer(b"".join(reader.id for reader in readers), PLACE["segment"])
+            table["segment"] = ids[segments]
+        return Places(here, table, readers)
 
     def clear(self) -> None:
         with self._lock:
