@@ -132,7 +132,8 @@ def active() -> Kernel:
 def set_threads(count: int) -> int:
     """Have `count` threads share the rows of each batch of this process; 0: the calling thread makes them."""
     global _threads
-    _threads = active().set_threads(count)
+    if count != _threads:
+        _threads = active().set_threads(count)
     return _threads
 
 
