@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.datasets.base import check_function
 from fastload.datasets.composed import MapView
+from fastload.datasets.field_transforms import check_function
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastload.cache.keys import Mode
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
 from fastload.images.crop import Crop, Size
@@ -47,6 +46,9 @@ class KeptImages:
         return "all images" if self.every else ", ".join(sorted(self.names))
 
 
+NO_IMAGES = KeptImages()
+
+
 def images_kept(transform: Any) -> KeptImages:
     """The images that a cache has to keep as they are for this transform, in all epochs."""
     if isinstance(transform, Mapping):
@@ -54,21 +56,10 @@ def images_kept(transform: Any) -> KeptImages:
     return KeptImages(every=_needs_own_values(transform))
 
 
-def known_images(readable: bool, transform: Any) -> tuple[Mode, ...]:
-    """The cache modes, of "dct" and "auto", in which samples are known to have images that fastload decodes.
-
-    Mode "dct" is of someone who knows it. The default "auto" wants to see a fused transform that takes one.
-
-    Args:
-        readable: whether an image among the samples would be decoded by fastload.
-    """
-    if not readable:
-        return ()
+def is_cropped(transform: Any) -> bool:
+    """Whether a fused transform interpolates an image, in any epoch."""
     parts = transform.values() if isinstance(transform, Mapping) else [transform]
-    fused = any(
-        isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part)
-    )
-    return ("dct", "auto") if fused else ("dct",)
+    return any(isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part))
 
 
 def always_fused(names: Collection[str], transform: Any) -> bool:

@@ -31,8 +31,7 @@ class TableColumns:
     Args:
         file: as `TableColumns.of` wrote it.
 
-    Attributes:
-        flat: no column has lists, tensors or structs, so that `fill` can write rows of a batch.
+    See `ValueColumns`: regular are the columns without lists, tensors and structs.
     """
 
     def __init__(self, file: SharedFile) -> None:
@@ -44,7 +43,8 @@ class TableColumns:
         # Of rows that were asked for. Forked processes share them, and each is computed once for all.
         shared = mmap.mmap(-1, max(1, 8 * self._count))
         self._identities: NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
-        self.flat = not any(_has_parts(column.type) for column in self._columns.values())
+        self.names = list(self._columns)
+        self.regular = frozenset(name for name in self.names if not _has_parts(self._columns[name].type))
 
     @classmethod
     def of(cls, table: Any) -> TableColumns:
@@ -72,18 +72,16 @@ class TableColumns:
             self._identities[rows] = found
         return found
 
-    def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
-        """An empty batch of `n` rows: a tensor for each column of numbers, a list for each other one."""
-        dtypes = {name: _dtype(column.type) for name, column in self._columns.items()}
-        return {
-            name: [None] * n if dtype is None else allocate((n,), dtype) for name, dtype in dtypes.items()
-        }
+    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
+        """An empty column of a batch of `n` rows: a tensor for numbers, else a list."""
+        dtype = _dtype(self._columns[name].type)
+        return [None] * n if dtype is None else allocate((n,), dtype)
 
-    def fill(self, batch: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
-        """Write rows of the table into rows of a batch."""
+    def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
+        """Write rows of the table into rows of columns of a batch."""
         chosen = pa.array(records, pa.int64())
-        for name, column in self._columns.items():
-            values, target = column.take(chosen), batch[name]
+        for name, target in columns.items():
+            values = self._columns[name].take(chosen)
             if isinstance(target, list):
                 for row, value in zip(rows, values.to_pylist(), strict=True):
                     target[row] = value

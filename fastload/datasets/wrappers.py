@@ -28,17 +28,17 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from fastload.datasets.composed import ConcatView, StackView, SubsetView
-from fastload.datasets.protocols import CacheFilling, RowDataset
-from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, StoreView, View
+from fastload.datasets.protocols import CacheFilling, overriding_method
+from fastload.datasets.store_dataset import StoreDataset, StoreView
+from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, View
 
-_OBEYED = ("__getitem__", "__getitems__")  # of a subclass
 _TORCH = (Subset, ConcatDataset, StackDataset)
 _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
 
 
 def view_of(dataset: Any) -> View:
     """The view of any map-style dataset, as far as it can be seen into."""
-    if isinstance(dataset, RowDataset):
+    if isinstance(dataset, StoreDataset):
         return StoreView(dataset)
     home = _home(type(dataset))
     override = None if home is None else _overriding_method(dataset, home)
@@ -59,14 +59,10 @@ def _home(kind: type) -> type | None:
 
 def _overriding_method(dataset: Any, home: type) -> str | None:
     """The method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
-    if getattr(dataset, "__dict__", {}).get("__getitems__"):
-        return "__getitems__ of the dataset itself"
     mro = type(dataset).__mro__
-    own = mro[: mro.index(home)]
-    if any("prefetch" in vars(cls) for cls in own) and _offers_prefetch(dataset):
+    if any("prefetch" in vars(cls) for cls in mro[: mro.index(home)]) and _offers_prefetch(dataset):
         return "prefetch"
-    makes = [f"{cls.__name__}.{name}" for cls in own for name in _OBEYED if name in vars(cls)]
-    return makes[0] if makes else None
+    return overriding_method(dataset, home)
 
 
 def _view_by(home: type, dataset: Any) -> View:
@@ -99,7 +95,7 @@ class InnerDataset(NamedTuple):
 
     Args:
         where: the attribute that holds it, such as "dataset" or "datasets[0]"; of `asks`, if there is one.
-        dataset: it could be read ahead, where it is a `RowDataset`.
+        dataset: it could be read ahead, where it is over a store.
         asks: the holder that asks for one sample at a time and announces none; None where there is none.
     """
 
@@ -128,28 +124,24 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
                 continue
             seen.add(id(value))
             holders.append((f"{path}{where}.", value, asks))
-            if isinstance(value, RowDataset | CacheFilling):
-                lone = asks if isinstance(value, RowDataset) else None
+            if isinstance(value, CacheFilling):
+                lone = asks if isinstance(value, StoreDataset) else None
                 found.append(InnerDataset(path + where, value, lone))
     return found
 
 
 def fastload_datasets(dataset: Any) -> list[Any]:
     """`dataset` itself if it is one of fastload's, and those that it holds."""
-    own = [dataset] if isinstance(dataset, RowDataset | CacheFilling) else []
+    own = [dataset] if isinstance(dataset, CacheFilling) else []
     found = [*own, *view_of(dataset).leaves(), *(inner.dataset for inner in inner_datasets(dataset))]
     return list({id(one): one for one in found}.values())
 
 
 def start_epoch(datasets: list[Any], epoch: int) -> None:
-    """Tell each `RowDataset` the epoch of the next samples by its `start_epoch`, if any.
-
-    That method is not part of the protocol, since few need it. Other datasets are left alone: there the name
-    may mean anything.
-    """
+    """Tell each dataset over a store the epoch of the next samples."""
     for dataset in datasets:
-        if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
-            dataset.start_epoch(epoch)
+        if isinstance(dataset, StoreDataset):
+            StoreView(dataset).start_epoch(epoch)
 
 
 def _is_dataset(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.datasets.wrappers import fastload_datasets
+from fastload.datasets.wrappers import fastload_datasets, view_of
 from fastload.distributed import find_rank
 from fastload.loader.history import History
 from fastload.loader.remote_caches import RemoteCaches
@@ -81,8 +81,8 @@ class LoaderContext:
 
     def find_allowances(self, dataset: Any) -> None:
         """Those of the datasets that `dataset` holds."""
-        found = [getattr(one, "allowance", None) for one in fastload_datasets(dataset)]
-        self.allowances = list(dict.fromkeys(one for one in found if isinstance(one, Allowance)))
+        found = [view_of(one).allowance() for one in fastload_datasets(dataset)]
+        self.allowances = list(dict.fromkeys(one for one in found if one is not None))
 
     def count_requests(self) -> None:
         """Put into the counters what all processes asked of the stores."""

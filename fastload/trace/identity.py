@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 
-from fastload.datasets.base import StoreDataset
 from fastload.datasets.mixture import sources_of
+from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.order import content_of
@@ -50,7 +50,7 @@ class Contents:
     def _of(self, dataset: Any) -> dict[str, Any]:
         chosen = [self._digest(subset.indices) for subset in _subsets(dataset)]
         leaf = _leaf(dataset)
-        listed = None if leaf is None else leaf.listed()
+        listed = None if leaf is None else view_of(leaf).listed()
         return {
             "class": type(dataset).__qualname__,
             "indices": chosen,
@@ -127,7 +127,7 @@ def changes_since(loader: Any, state: Mapping[str, Any], name: str = "") -> str:
     listing = state["samples"]["datasets"].get(name, {}).get("listing")
     if leaf is None or listing is None:
         return ""
-    changes = leaf.changes_since(*listing)
+    changes = view_of(leaf).changes_since(*listing)
     return f" ({changes})" if changes else ""
 
 

@@ -15,10 +15,11 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.fingerprint import describe
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards.record_fields import Leaf
+from fastload.shards.fields import Leaf
 from tests.sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
 from tests.sharddata import close_all as close_all
 
@@ -64,11 +65,11 @@ def opened(tmp_path: Path, objects: dict[str, bytes], **arguments: Any) -> Any:
 def rows(data: Any, numbers: Any) -> Any:
     """A batch, filled as a loader fills it."""
     numbers = list(numbers)
-    batch = data.new_batch(len(numbers), ordinary)
-    failures = data.fill(batch, list(enumerate(numbers)), 5, 0)
+    batch = view_of(data).new_batch(len(numbers), ordinary)
+    failures = view_of(data).fill(batch, list(enumerate(numbers)), 5, 0)
     if failures:
         raise failures[0][1]
-    return data.finish_batch(batch)
+    return view_of(data).finish_batch(batch)
 
 
 # --- samples and batches
@@ -265,12 +266,12 @@ def test_leaf_that_is_no_leaf_is_refused(text: str, tmp_path: Path) -> None:
         ({"fields": ()}, "fields must be a str"),
         ({"fields": (1,)}, "must be a str"),
         ({"fields": ("jpg;cls",)}, "some are images"),
-        ({"fields": ("cls",), "transform": CROP}, "fields= has none"),
-        ({"fields": ("jpg", "png"), "transform": CROP}, "fields= has jpg, png: name it"),
+        ({"fields": ("cls",), "transform": CROP}, "none of cls may be one"),
+        ({"fields": ("jpg", "png"), "transform": CROP}, "jpg and png may be one: name it"),
         ({"fields": ("jpg?",), "transform": CROP}, "'jpg' as optional"),
         ({"fields": ("jpg", "png?"), "transform": {"jpg": CROP, "png": CROP}}, "'png' as optional"),
-        ({"fields": ("png;jpg",), "transform": {"jpg": CROP}}, "transform names 'jpg', and fields= has png"),
-        ({"fields": {"x": "jpg"}, "transform": {"jpg": CROP}}, "transform names 'jpg', and fields= has x"),
+        ({"fields": ("png;jpg",), "transform": {"jpg": CROP}}, "transform names 'jpg', and a sample has png"),
+        ({"fields": {"x": "jpg"}, "transform": {"jpg": CROP}}, "transform names 'jpg', and a sample has x"),
         ({"fields": ("jpg",), "decode": lambda members: 1}, "a function as decode="),
     ],
 )
