@@ -93,14 +93,14 @@ class Entry(NamedTuple):
 
     @classmethod
     def unpack(cls, value: bytes) -> Entry:
-        """Raises CorruptRecordError when `value` is not an index value of this format."""
+        """Read an entry; raises CorruptRecordError when `value` is not an index value of this format."""
         if len(value) != _ENTRY.size:
             raise CorruptRecordError(f"index value of {len(value)} bytes")
         return cls._make(_ENTRY.unpack(value))
 
 
 def checksum(payload: bytes | memoryview, head: bytes = b"") -> int:
-    """xxh3_64 of the payload, of which `head` is the first part."""
+    """Return xxh3_64 of the payload, of which `head` is the first part."""
     if not head:
         return int(xxhash.xxh3_64_intdigest(payload))
     digest = xxhash.xxh3_64(head)
@@ -109,7 +109,7 @@ def checksum(payload: bytes | memoryview, head: bytes = b"") -> int:
 
 
 def record_size(length: int) -> int:
-    """Bytes on disk of a record whose payload has `length` bytes."""
+    """Return the bytes on disk of a record whose payload has `length` bytes."""
     return HEADER_SIZE + length + -length % HEADER_SIZE
 
 
@@ -123,7 +123,7 @@ def pack_header(segment_id: bytes, key: bytes, length: int, payload_sum: int) ->
 
 
 def verify(data: memoryview, segment_id: bytes, key: bytes, entry: Entry) -> memoryview:
-    """The payload inside `data` (header and payload, as read), or CorruptRecordError.
+    """Return the payload inside `data` (header and payload, as read), or CorruptRecordError.
 
     The header is compared with the one this entry must have: one comparison checks every field.
     """
@@ -136,7 +136,7 @@ def verify(data: memoryview, segment_id: bytes, key: bytes, entry: Entry) -> mem
 
 
 def parse_header(header: bytes, segment_id: bytes) -> tuple[bytes, int, int] | None:
-    """(key, length, payload checksum) of a sound header of this segment, None for anything else."""
+    """Return (key, length, payload checksum) of a sound header of this segment, None for anything else."""
     if len(header) != HEADER_SIZE or header[:4] != _MAGIC:
         return None
     fields, (header_sum,) = header[: _FIELDS.size], _SUM.unpack(header[_FIELDS.size :])
@@ -152,7 +152,7 @@ def is_segment_name(name: str) -> bool:
 
 
 def segment_id(name: str) -> bytes:
-    """The random part of a segment's name, which every record header in it repeats."""
+    """Return the random part of a segment's name, which every record header in it repeats."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CorruptRecordError(f"{name!r} is not a segment name")
@@ -249,7 +249,7 @@ class SegmentReader:
         return self._size
 
     def read(self, key: bytes, entry: Entry) -> memoryview:
-        """The verified payload, in memory of its own. Checks the length before it allocates anything."""
+        """Return the verified payload, in memory of its own. Checks the length before it allocates."""
         end = entry.offset + HEADER_SIZE + entry.length
         if entry.length > MAX_PAYLOAD or (end > self._size and end > self.size()):
             raise CorruptRecordError("record extends beyond its segment")
@@ -272,7 +272,7 @@ class SegmentReader:
             os.posix_fadvise(self.fd, entry.offset, end - entry.offset, os.POSIX_FADV_WILLNEED)
 
     def scan(self, number: int) -> Iterator[tuple[bytes, Entry]]:
-        """(key, entry) of every record whose header is sound and which ends inside the file.
+        """Yield (key, entry) of every record whose header is sound and which ends inside the file.
 
         Reads headers only. Behind a damaged header it looks for the next sound one.
         """
@@ -311,7 +311,7 @@ class Places(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> Places:
-        """No record of any of `count` keys."""
+        """Return the places of `count` keys of which there is no record."""
         return cls(np.zeros(count, np.bool_), np.empty(0, PLACE), [])
 
 
@@ -373,7 +373,7 @@ class SegmentFiles:
             self._open.clear()
 
     def forget(self) -> None:
-        """After a fork, in the child: close what was inherited. The lock may be held by a thread that is not
+        """Close what was inherited, in a forked child. The lock may be held by a thread that is not
         here any more, so it is not taken."""
         for reader in self._open.values():
             reader.forget()

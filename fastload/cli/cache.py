@@ -150,8 +150,8 @@ def push(
     for a race of two nodes. After an interruption, run the same command again.
     """
     import fastload
-    from fastload.cache.push import Pushed
-    from fastload.cache.push import push as publish
+    from fastload.cache.exchange import Pushed
+    from fastload.cache.exchange import push as publish
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))
@@ -201,7 +201,7 @@ def pull(
     pack is damaged; the records of all others are in the cache.
     """
     import fastload
-    from fastload.cache.pull import pull as fetch
+    from fastload.cache.exchange import pull as fetch
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))

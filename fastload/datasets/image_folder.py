@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -12,24 +13,26 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.pairs import images_kept
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape, Transform, check_function
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.shape import Shape
-from fastload.datasets.view import View
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
-from fastload.store.keyed_listing import Keys
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
 _RELABEL = "change labels with target_transform=, or override __getitem__"
 _NAME = "pass the class names, in the order of their indices, as classes="
 _HOOKS = dict.fromkeys(("find_classes", "make_dataset"), f"{_NAME}; {_CHOOSE}")
+_CHUNK = 4096
+_WHOLE, _SHOWN = 20, 3  # items of a list whose text is whole; of each end of a longer one
 _IMAGE, _TARGET = "image", "target"
 _OPEN = "open images with transform=, or in a __getitem__ of your own"
+
+T = TypeVar("T")
 
 
 class ImageFolder(ObjectDataset):
@@ -129,12 +132,12 @@ class ImageFolder(ObjectDataset):
     @property
     def targets(self) -> Sequence[int]:
         """The class index of every sample."""
-        return View(len(self._manifest), self._labels, self._computed["targets"])
+        return ReadOnlyList(len(self._manifest), self._labels, self._computed["targets"])
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
         """(key, class index) of every sample."""
-        return View(len(self._manifest), self._entries, self._computed["samples"])
+        return ReadOnlyList(len(self._manifest), self._entries, self._computed["samples"])
 
     imgs = samples
 
@@ -151,14 +154,13 @@ class ImageFolder(ObjectDataset):
             self.transform = self._transform
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(
-            self._store,
-            images_only=True,
+        query = ListingQuery(
             labels=True,
             classes=self._classes,
             allow_empty=self._allow_empty or keys is not None,
             keys=None if keys is None else Keys(keys, folders=self._classes is None),
         )
+        return self._listings.open(self._store, query)
 
     def _labels(self, start: int, stop: int) -> list[int]:
         labels: list[int] = self._class_indices(slice(start, stop)).tolist()
@@ -223,3 +225,61 @@ def _checked_names(classes: Any) -> list[str]:
             f"{classes!r}"
         )
     return names
+
+
+class ReadOnlyList(Sequence[T]):
+    """Behaves as the list of its items, but cannot be changed; slices of it and sums with it are lists.
+
+    Args:
+        count: how many items there are.
+        items: (start, stop) -> the list of these items.
+        instead: advice for the error of those that try to change it.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, count: int, items: Callable[[int, int], list[T]], instead: str) -> None:
+        self._count, self._items, self._instead = count, items, instead
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._count)[index]  # an IndexError of it is a list's, but for one word
+        if isinstance(places, int):
+            return self._items(places, places + 1)[0]
+        if places.step == 1:
+            return self._items(places.start, max(places.start, places.stop))
+        return [self[place] for place in places]
+
+    def __iter__(self) -> Iterator[T]:
+        for start in range(0, self._count, _CHUNK):  # one by one takes ten times as long
+            yield from self._items(start, min(start + _CHUNK, self._count))
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise TypeError(f"this list is made from the listing, and cannot be changed: {self._instead}")
+
+    def __delitem__(self, index: object) -> NoReturn:
+        self[index] = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReadOnlyList | list):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self, *other] if isinstance(other, ReadOnlyList | list) else NotImplemented
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __repr__(self) -> str:
+        """Return the list's text, cut where it is long: of a million items it would be 40 MB."""
+        if self._count <= _WHOLE:
+            return repr(list(self))
+        begin, end = (repr(self[part])[1:-1] for part in (slice(_SHOWN), slice(self._count - _SHOWN, None)))
+        return f"[{begin}, ..., {end}] ({self._count:,} items)"

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.datasets.composed import MapView
-from fastload.datasets.field_transforms import check_function
 from fastload.datasets.protocols import check_dataset
+from fastload.datasets.sample_fields import check_function
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 

@@ -14,19 +14,18 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import ObjectPayloads, needs_files
+from fastload.datasets.sample_fields import Shape, Transform, check_function
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
-from fastload.store.allowance import Allowance
 from fastload.store.base import Store
-from fastload.store.keyed_listing import Keys, as_keys
+from fastload.store.budget import RequestBudget
+from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
 
@@ -156,7 +155,7 @@ class ObjectDataset(StoreDataset):
     _sends_encoded: ClassVar[bool] = True
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(self._store, keys=None if keys is None else Keys(keys))
+        return self._listings.open(self._store, ListingQuery(keys=None if keys is None else Keys(keys)))
 
     def _source(self) -> ObjectSource:
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
@@ -190,8 +189,8 @@ class ObjectDataset(StoreDataset):
         return self._listings, self._manifest
 
     @property
-    def _allowance(self) -> Allowance | None:
-        return self._store.allowance
+    def _budget(self) -> RequestBudget | None:
+        return self._store.budget
 
     # --- images, and their transforms
 

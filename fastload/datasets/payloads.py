@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
-from fastload.datasets.field_transforms import Fields
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
+from fastload.datasets.sample_fields import Fields
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
 from fastload.images.dct import Unindexed, with_rows
@@ -86,11 +86,6 @@ class ObjectPayloads:
         other.codec = codec
         other.key = () if codec.keeps_bytes else self.key
         return other
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Whether `decode` of the user makes what is cached, or what samples are made of."""
-        return self._decode is not None
 
     @property
     def encode(self) -> Callable[..., Any] | None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fastload.errors import ArgumentError
-from fastload.store.translate import redacted
+from fastload.store.failures import redacted
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 RowRequests = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)

@@ -14,11 +14,10 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.field_transforms import ADVICE, FieldTransforms, SampleFields, Transform, name_of
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
 from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop
 from fastload.images.encoded import EncodedBatch
@@ -142,11 +141,6 @@ class SampleBuilder:
         return self._fields is not None and self.transforms.fills_rows
 
     @property
-    def made_by_kernel(self) -> bool:
-        """Whether the kernel makes all samples, and no code of the user's runs for any."""
-        return self._fields is not None and self.transforms.made_by_kernel
-
-    @property
     def is_values(self) -> bool:
         """Whether samples need no read."""
         return self._image == ""
@@ -160,6 +154,11 @@ class SampleBuilder:
     def crop_hash(self) -> int:
         """The number of what fused transforms do in this epoch; 0: there are none."""
         return self.transforms.crop_hash if self.fused else 0
+
+    @property
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes rows, of one image and values each, in all epochs."""
+        return bool(self._image) and self.transforms.only_fused
 
     @property
     def structure(self) -> Any:
@@ -275,9 +274,31 @@ class SampleBuilder:
 
     def _other_values(self, batch: RowBatch, record: int) -> dict[str, Any]:
         """Return the values of a sample that are not written for many samples at once."""
-        assert self._values is not None
-        values = self._values.row(record)
+        values = {} if self._values is None else self._values.row(record)
         return {name: value for name, value in values.items() if name not in batch.values}
+
+    def kernel_crop(self, batch: RowBatch) -> Crop | None:
+        """Return the crop by which the kernel makes the image of a row from a record of the cache.
+
+        None: a row is more than an image and values, code of the user has a part in it, or Python chooses the
+        boxes.
+        """
+        if not self._image or batch.encoded or self.transforms.runs_user_code:
+            return None
+        crop = self.transforms.crop_for(self._image)
+        return crop if crop.box_law is not None else None
+
+    def note_made(self, batch: RowBatch, rows: list[int], records: list[int]) -> None:
+        """Write the rest of samples whose images are in their rows."""
+        only_image = {self._image or "": None}
+        for row, record in zip(rows, records, strict=True):
+            batch.rest[row] = only_image if batch.values else only_image | self._other_values(batch, record)
+        if batch.values:
+            self._fill_values(batch, Todo(rows, records, [], [], []))
+
+    def image_column(self, batch: RowBatch) -> Any:
+        """Return the column of the one image."""
+        return batch.columns[self._image or ""]
 
     def row(self, batch: RowBatch, row: int) -> Any:
         """Return the sample in a row, as `sample` gives it."""

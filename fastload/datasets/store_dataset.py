@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,39 +21,27 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Raw
+from fastload.cache.keys import KeyTable
 from fastload.cache.listings import Listings
 from fastload.datasets.cache_forecast import Forecaster
-from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.protocols import (
-    Allocate,
-    EncodedRows,
-    RowErrors,
-    RowRequests,
     current_reader,
     note_prefetch,
     overriding_method,
 )
-from fastload.datasets.samples import RowBatch, SampleBuilder, Todo
-from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.datasets.sample_fields import Transform, check_function
+from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import Source
-from fastload.images.kernel import threads
-from fastload.images.rng import mix_all, sample_seed, sample_seeds
+from fastload.fetch.reads import Source
 from fastload.metrics.counters import Counters
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 
 SOME = 256  # records that stand for all
-
-# Samples that each thread of the kernel decodes in one call. While others are still on their way: few enough
-# that decoding starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding
-# seems to throw the code of Python out of these, which then takes twice as long for the next samples.
-_CHUNK, _CHUNK_BYTES = 8, 3 << 20
 
 
 class StoreDataset(Dataset[Any]):
@@ -273,7 +261,7 @@ class StoreDataset(Dataset[Any]):
         return None if listed is None else listed[1].digests
 
     @property
-    def _allowance(self) -> Allowance | None:
+    def _budget(self) -> RequestBudget | None:
         """What was asked of the store, by all processes of this trainer; None: it is a directory."""
         return None
 
@@ -302,6 +290,7 @@ class StoreDataset(Dataset[Any]):
         """Replace what is kept of each object; called before anything is read."""
         (self._payloads,) = payloads
         self._prefetchers.drop()
+        self._keys.drop()
 
     def _settle_mode(self, total_bytes: int, count: int | None = None) -> None:
         """The end of a constructor: whether a mode that is for images applies to this dataset.
@@ -377,6 +366,13 @@ class StoreDataset(Dataset[Any]):
             )
         return self.cache
 
+    @cached_property
+    def _keys(self) -> ProcessLocal[KeyTable]:
+        return ProcessLocal(self._new_keys)
+
+    def _new_keys(self) -> KeyTable:
+        return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
+
     def _encoder(self) -> Callable[[Any, int], Any] | None:
         """(bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
         encode = self._payloads.encode
@@ -421,169 +417,9 @@ class StoreDataset(Dataset[Any]):
         return error
 
 
-class StoreView(PlainView):
-    """A `StoreDataset` as the loader reads it: read ahead, and written into the rows of a batch."""
-
-    reads_ahead = True
-    dataset: StoreDataset
-
-    def __init__(self, dataset: StoreDataset) -> None:
-        super().__init__(dataset)
-        self.override = override_of(dataset)
-        self.uses_all = self.override is None
-
-    def leaves(self) -> Iterator[StoreDataset]:
-        yield self.dataset
-
-    def start_epoch(self, epoch: int) -> None:
-        self.dataset._builder.start_epoch(epoch)
-
-    def writes(self) -> bool:
-        return self.override is None and self.new_batch(1, ordinary_memory) is not None
-
-    def prefetch(self, indices: list[Any]) -> None:
-        self.dataset.prefetch(indices)
-
-    def cancel(self, indices: list[Any]) -> None:
-        self.dataset.cancel(indices)
-
-    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
-        batch = None if self.override is not None else self.new_batch(len(indices), ordinary_memory)
-        if batch is None:
-            return super().prepare(indices, seed, epoch)
-        failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
-        return [
-            partial(reraise, failed[row]) if row in failed else partial(self.sample, batch, row)
-            for row in range(len(indices))
-        ]
-
-    # --- which samples these are
-
-    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
-        own_key = not type(self.dataset).key.__module__.startswith("fastload.")
-        return None if own_key else self.dataset.find(keys)
-
-    def key(self, index: Any) -> str | None:
-        return str(self.dataset.key(index))
-
-    def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
-        if self.override is not None:
-            return super().fingerprints(indices, seed, epoch, seeded=seeded)
-        dataset = self.dataset
-        records = dataset._records(indices)
-        numbers = dataset._identities(records) ^ np.uint64(dataset._crop_hash)
-        if seeded or dataset._builder.is_random:
-            numbers = numbers ^ sample_seeds(seed, epoch, records)
-        return mix_all(numbers + ONE)
-
-    def listed(self) -> tuple[str, str] | None:
-        return self.dataset._digests()
-
-    def changes_since(self, keys: str, versions: str) -> str:
-        listed = self.dataset._listed()
-        if listed is None or listed[1].digests == (keys, versions):
-            return ""
-        before = listed[0].holding(keys, versions)
-        return "" if before is None else listed[1].changes_since(before)
-
-    def allowance(self) -> Allowance | None:
-        return self.dataset._allowance
-
-    def made_by_kernel(self) -> bool:
-        dataset = self.dataset
-        user_code = any(one.runs_user_code for one in dataset._all_payloads)
-        return self.override is None and not user_code and dataset._builder.made_by_kernel
-
-    # --- rows straight into the batch
-
-    def form(self) -> Any:
-        return self.dataset._builder.structure
-
-    def new_batch(self, n: int, allocate: Allocate) -> RowBatch | None:
-        return self.dataset._builder.new_batch(n, allocate)
-
-    def fill(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        dataset = self.dataset
-        errors: RowErrors = []
-        dataset.counters.add("decode.samples", len(todo))
-        builder = dataset._builder
-        share = max(1, threads())
-        begun = 0
-        while begun < len(todo):
-            chosen = Todo([], [], [], [], [])
-            payloads: list[Any] = []
-            held = 0
-            while begun < len(todo):
-                row, index = todo[begun]
-                record = None
-                try:
-                    record = dataset._record(index)
-                    full = len(chosen.rows) >= _CHUNK * share and not dataset._is_here(record)
-                    if held >= _CHUNK_BYTES * share or full:
-                        break
-                    payload = dataset._get(record)
-                    payloads.append(payload)
-                    chosen.values.append(dataset._restore(record, payload, readonly=True))
-                except dataset._row_errors as error:
-                    errors.append((row, dataset._named(error, record)))
-                else:
-                    chosen.rows.append(row)
-                    chosen.records.append(record)
-                    chosen.seeds.append(sample_seed(seed, epoch, record))
-                    held += _bytes_of(payload)
-                begun += 1
-            if chosen.rows:
-                if batch.encoded:
-                    chosen.keys.extend(map(dataset._name, chosen.records))
-                with dataset.counters.timed("decode"):
-                    failures = builder.fill(batch, chosen)
-                errors += [
-                    (chosen.rows[at], dataset._named(error, chosen.records[at])) for at, error in failures
-                ]
-            for payload in payloads:
-                keep(payload)
-        return errors
-
-    def sample(self, batch: RowBatch, row: int) -> Any:
-        return self.dataset._builder.row(batch, row)
-
-    def copy_row(self, batch: RowBatch, target: int, source: int) -> None:
-        self.dataset._builder.copy_row(batch, target, source)
-
-    def finish_batch(self, batch: RowBatch) -> Any:
-        return self.dataset._builder.finish(batch)
-
-    # --- images that leave the worker encoded, see `EncodedRows`
-
-    def encoded(self) -> EncodedRows | None:
-        return self if self.dataset._sends_encoded else None
-
-    def why_not_encoded(self, decode: str = "") -> str | None:
-        return self.dataset._why_not_encoded(decode)
-
-    def keep_raw(self) -> None:
-        dataset = self.dataset
-        codec = dataset._payloads.codec
-        if codec.chooses:
-            dataset.close()
-            dataset._payloads = dataset._payloads.with_codec(codec.without_choice())
-
-    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
-        records = "torch" in self.dataset._payloads.codec.decoders
-        return self.dataset._builder.new_batch(n, allocate, encoded=True, records=records)
-
-    def finish_encoded_batch(self, batch: RowBatch) -> Any:
-        return self.finish_batch(batch)
-
-
 def override_of(dataset: Any) -> str | None:
     """Return the method that makes the samples in place of the rows, as text; None: there is none."""
     return overriding_method(dataset, StoreDataset)
-
-
-def _bytes_of(payload: Any) -> int:
-    """Return the bytes of a payload, or of those of several objects."""
-    return sum(map(len, payload)) if isinstance(payload, list) else len(payload)
 
 
 def check_on_change(value: Any) -> None:

@@ -20,18 +20,17 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import FilePayloads, Picture, settled
+from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
 from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields, transform_of
 from fastload.errors import ArgumentError, FastloadError
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.images.rng import mix_all
-from fastload.store import limited_together, open_store
-from fastload.store.allowance import Allowance
-from fastload.store.keyed_listing import Keys
+from fastload.store import open_store, with_budget
+from fastload.store.budget import RequestBudget
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ class TableDataset(StoreDataset):
                 f"{passed[0]}= is for objects, and fields has none: write File('image') for the objects that "
                 "the column 'image' names"
             )
-        options = limited_together(storage_options)
-        self._requests: Allowance = options["max_gets"]
+        options = with_budget(storage_options)
+        self._requests: RequestBudget = options["budget"]
         self._read(table, options, Listings.of(kept_in, listing_max_age))
         self.transform = transform
         self._check_transform(transform)
@@ -150,9 +149,8 @@ class TableDataset(StoreDataset):
             raise ArgumentError(
                 "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
             )
-        from fastload.datasets.table_columns import TableColumns
+        from fastload.datasets.table_columns import TableColumns, object_keys
         from fastload.datasets.table_files import read_table
-        from fastload.datasets.table_keys import object_keys
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}
@@ -170,7 +168,7 @@ class TableDataset(StoreDataset):
             root, keys = object_keys([leaf.file.column for leaf in self._files], chosen, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
-            self._manifest = listings.open(self._store, keys=Keys(keys))
+            self._manifest = listings.open(self._store, ListingQuery(keys=Keys(keys)))
             self._listings = listings
 
     def __len__(self) -> int:
@@ -215,7 +213,7 @@ class TableDataset(StoreDataset):
         return (self._listings, self._manifest) if self._files else None
 
     @property
-    def _allowance(self) -> Allowance | None:
+    def _budget(self) -> RequestBudget | None:
         return self._requests
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:

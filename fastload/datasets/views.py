@@ -1,6 +1,6 @@
 """A dataset as the loader reads it: a `View`, read ahead, and written into the batch where that can be.
 
-    StoreView        one over a store, in `fastload.datasets.store_dataset`: it reads ahead and writes rows
+    StoreView        one over a store, in `fastload.datasets.store_view`: it reads ahead and writes rows
     PlainView        any other dataset: it has only `__getitem__`
     AnnouncedView    one of the user's with a `prefetch(indices)`
     OverriddenView   a wrapper whose subclass makes the samples itself
@@ -31,7 +31,7 @@ from fastload.errors import ArgumentError
 from fastload.images.rng import mix_all, sample_seeds
 from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
@@ -83,15 +83,13 @@ class View(ABC):
         for part in self.parts:
             yield from part.reached(None)
 
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes the samples, and none of the user."""
+        return bool(self.parts) and all(part.made_by_kernel() for part in self.parts)
+
     def writes(self) -> bool:
         """Whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
-
-    def made_by_kernel(self) -> bool:
-        """Return whether the kernel makes all samples, and no code of the user's runs for any."""
-        return (
-            bool(self.parts) and self.override is None and all(part.made_by_kernel() for part in self.parts)
-        )
 
     def start_epoch(self, epoch: int) -> None:
         """From now on, samples are of this epoch: for transforms that go by it."""
@@ -152,7 +150,7 @@ class View(ABC):
         was, or if that listing is not known any more."""
         return ""
 
-    def allowance(self) -> Allowance | None:
+    def budget(self) -> RequestBudget | None:
         """What was asked of its store, by all processes of this trainer; None: it has none, or several."""
         return None
 
@@ -263,6 +261,9 @@ class OverriddenView(PlainView):
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         return View.reached(self, indices)  # the method may read another sample
 
+    def made_by_kernel(self) -> bool:
+        return False
+
     def writes(self) -> bool:
         return False
 
@@ -302,7 +303,3 @@ def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
 def reraise(error: Exception) -> NoReturn:
     """Raise an error that was found before."""
     raise error
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample

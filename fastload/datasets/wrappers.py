@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -29,10 +30,14 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from fastload.datasets.composed import ConcatView, StackView, SubsetView
 from fastload.datasets.protocols import CacheFilling, overriding_method
-from fastload.datasets.store_dataset import StoreDataset, StoreView
+from fastload.datasets.seeds import digest
+from fastload.datasets.store_dataset import StoreDataset
+from fastload.datasets.store_view import StoreView
 from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, View
 
 _TORCH = (Subset, ConcatDataset, StackDataset)
+# From then on the samples are tried one after the other: almost all are left out, or there is only one.
+_DRAWS = 1000
 _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
 
 
@@ -169,3 +174,25 @@ def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
         if type(value) in (list, tuple, dict) and len(value) <= _MOST_INSIDE:
             items = value.items() if type(value) is dict else enumerate(value)
             yield from ((f"{name}[{key!r}]", item) for key, item in items)
+
+
+def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
+    """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
+
+    They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
+    So one more sample that is left out changes no choice but the choice of that sample. A sample stands in
+    its own place only where there is no other.
+
+    Args:
+        left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
+    """
+    view, length = view_of(dataset), len(dataset)
+    number = passed = 0
+    for attempt in itertools.count():
+        number = digest(seed, epoch, index, attempt) if passed < _DRAWS else number + 1
+        other = view.replacement(index, number, length)
+        if view.position(other, length) in left_out or (other == index and passed < _DRAWS):
+            passed += 1
+        else:
+            passed = 0
+            yield other

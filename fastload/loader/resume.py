@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from fastload.datasets.substitutes import substitutes
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import ArgumentError
 from fastload.loader.position import Progress
 from fastload.loader.stream_epoch import Streams, check_streams

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,
@@ -32,7 +32,7 @@ from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.store import Store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _PIECE = 8 << 20  # bytes of a request for the tables
 

@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
-from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import RecordPayloads
+from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
@@ -38,9 +38,9 @@ from fastload.shards.records import (
     record_name,
 )
 from fastload.shards.stream import ShuffledStream, StreamedRecord
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
+from fastload.store.failures import sleep
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import sleep
 
 _OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
@@ -66,7 +66,7 @@ class _Here(NamedTuple):
 
 
 class ShardDataset(StoreDataset):
-    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
+    """A `StreamDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
         form: of the shards.
@@ -116,8 +116,8 @@ class ShardDataset(StoreDataset):
     _passing = StoreDataset._passing | {"_index", "_reads_at_random", "_hint"}
 
     @property
-    def _allowance(self) -> Allowance | None:
-        return self._shards.store.allowance
+    def _budget(self) -> RequestBudget | None:
+        return self._shards.store.budget
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:
@@ -231,7 +231,7 @@ class ShardDataset(StoreDataset):
         used = self._here.get().offsets
         return self._name(index) if index in used else super().key(index)
 
-    # --- RowDataset
+    # --- read ahead
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending

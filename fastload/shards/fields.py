@@ -16,9 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastload.datasets.field_transforms import FieldTransforms
 from fastload.datasets.pairs import always_fused
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.crop import is_fused
 from fastload.images.decode import decode_pil

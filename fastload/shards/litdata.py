@@ -13,7 +13,7 @@ import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (
@@ -34,8 +34,8 @@ from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import check_name
-from fastload.store import Store, limited_together
-from fastload.store.retry import Wait
+from fastload.store import Store, with_budget
+from fastload.store.failures import Wait
 
 _ARROW = b"LDARW01\0"
 
@@ -136,7 +136,7 @@ class LitDataset(ShardDataset):
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        options = limited_together(storage_options)
+        options = with_budget(storage_options)
         root, found = read_json(url, LITDATA, options)
         try:
             told = parse_index(found)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
 from fastload.formats.packed import as_pil, parse_table, split_values, table_size
@@ -24,8 +24,8 @@ from fastload.shards.formats import MDS
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import check_name
-from fastload.store import Store, limited_together
-from fastload.store.retry import Wait
+from fastload.store import Store, with_budget
+from fastload.store.failures import Wait
 
 
 def _read_index(listed: dict[str, MDSShard], store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
@@ -104,7 +104,7 @@ class MDSDataset(ShardDataset):
         shape = None if fields is None else Shape(fields)
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        options = limited_together(storage_options)
+        options = with_budget(storage_options)
         root, told = read_json(url, MDS, options)
         found = _shards(root, told["shards"])
         columns = next(iter(found.values())).columns

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
@@ -20,8 +20,8 @@ from fastload.shards.formats import PARQUET
 from fastload.shards.index import RecordId
 from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
+from fastload.store.failures import Wait
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import Wait
 
 if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows

@@ -26,7 +26,7 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 
 class PieceSizes(NamedTuple):

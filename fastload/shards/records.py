@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import get_worker_info
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Record, Splitter
@@ -31,7 +31,7 @@ from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.reader import PIECES, ReadAhead, ShardReader, read_in_turn
 from fastload.shards.stream import Reader, Span, StreamedRecord
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

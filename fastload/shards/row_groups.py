@@ -22,10 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.field_transforms import FieldTransforms
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
@@ -36,7 +35,7 @@ from fastload.shards.fields import NAME_IT, RecordFields
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

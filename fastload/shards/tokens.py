@@ -26,8 +26,8 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
@@ -37,7 +37,7 @@ from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
 from fastload.shards.records import record_name
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _TOKENS = "tokens"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fastload.datasets.wrappers import view_of
 from fastload.errors import LimitError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.store import test_shapes as shapes
@@ -63,7 +64,7 @@ def check(shape: Callable[..., Any], server: FaultServer, cache: Path, workers: 
     opening = asked(server)
     assert Counter(shapes.flat(shapes.samples(shapes.loader_of(dataset, 0)))) == WANTED
     epoch = asked(server)
-    counted = dataset.allowance.asked()
+    counted = view_of(dataset).budget().spent()
     assert counted.gets + counted.heads == opening + epoch, "each request is counted once"
 
     limit = opening + max(1, int(part * (epoch - 1)))

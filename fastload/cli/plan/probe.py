@@ -15,7 +15,7 @@ import numpy as np
 
 import fastload
 from fastload.cache.codecs import CODECS, CacheCodec, Images
-from fastload.cache.disk import Disk, measure_disk
+from fastload.cache.maintenance import Disk, measure_disk
 from fastload.cli.plan.model import Data, Mode
 from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.formats.sample import dump, load
