@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fastload.loader.stream_epoch import StreamEpoch
-from fastload.order.order import Order
+from fastload.order.samplers import Samplers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
@@ -163,4 +163,4 @@ def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, 
         threads: of the kernel in this worker, which use up the samples faster.
     """
     samples *= max(1, min(threads, _READ_AHEAD_THREADS))
-    return max(least, -(-samples // (Order(loader).batch_size or 1)))
+    return max(least, -(-samples // (Samplers.of(loader).batch_size or 1)))

@@ -13,11 +13,12 @@ from torch.utils.data.graph_settings import apply_sharding
 from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
+from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe, stage
-from fastload.order.order import is_stateful
+from fastload.order.position import Position
+from fastload.order.samplers import is_stateful
 from fastload.workers.inline import ThisProcess, allocator
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.processes import WorkerProcesses
@@ -72,15 +73,14 @@ def kernel_threads(loader: Any, context: LoaderContext) -> int:
     """Return how many threads of the kernel share the rows of a batch, in one worker process.
 
     0: each of `num_workers` processes makes its own batches. So it is where code of the user's runs for a
-    sample or a batch, and where shards are read as streams, each by one process.
+    sample or a batch, and with shards and tables.
     """
     ours = loader.collate_fn is default_collate and loader._auto_collation and loader.worker_init_fn is None
     asked_for = loader.processes or loader.threads or context.decoding is not None
     if not ours or asked_for or isinstance(loader.dataset, IterableDataset):
         return 0
-    if context.position.reads_streams(loader) or is_stateful(loader.dataset):
-        return 0
-    return int(loader.num_workers) if view_of(loader.dataset).made_by_kernel() else 0
+    by_kernel = not is_stateful(loader.dataset) and view_of(loader.dataset).made_by_kernel()
+    return int(loader.num_workers) if by_kernel else 0
 
 
 def _setup(
@@ -105,23 +105,23 @@ def _setup(
         kernel_threads=threads,
         batch_size=loader.batch_size or 1,
         memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
-        positions=context.position.worker_positions(),
+        positions=context.position.start.workers,
     )
 
 
 def new_schedule(
-    loader: Any, context: LoaderContext, progress: Progress, indices: Iterator[Any], workers: Workers
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: Workers
 ) -> Schedule:
     """The schedule of one epoch.
 
     Args:
-        progress: of that epoch.
+        position: of that epoch.
         indices: of its batches, from the sampler.
         workers: that make them.
     """
     inline = not loader.num_workers
-    if progress.streams is not None:  # each reads ahead by itself, so what is announced need not be more
-        return StreamSchedule(progress.streams, ahead=1 if inline else loader.prefetch_factor)
+    if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
+        return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
     ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
     if view_of(loader.dataset).reads_ahead:
         ahead = inline + index_batches_ahead(loader, 2 if inline else ahead, threads=workers.kernel_threads)
@@ -132,7 +132,7 @@ def new_schedule(
     return IndexSchedule(
         indices,
         workers=max(1, taking_part),
-        first=progress.next_worker,
+        first=position.next_worker,
         ahead=ahead,
         in_order=loader.in_order,
     )
@@ -218,7 +218,7 @@ class Delivery:
 
 
 def follow_exclusions(
-    progress: Progress, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+    position: Position, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
 ) -> None:
     """Edit once more what was given out and was not handed out, where more or less is left out now.
 
@@ -226,14 +226,14 @@ def follow_exclusions(
         first: sequence number of the first work of this epoch.
         outdated: gets the work that may be made as it was before.
     """
-    older = progress.filter
+    older = position.filter
     if older is None or not older.changed:
         return
-    before, newer = older.withheld, older.newer(progress.batches)
+    before, newer = older.withheld, older.newer(position.batches)
     if newer.withheld != before:
         workers.leave_out(newer.withheld)
     for seq in reorder.expected():
-        given = progress.given_out(seq - first)
+        given = position.given_out(seq - first)
         if given is None:
             continue
         edited = newer(given.step, given.index)
@@ -245,5 +245,5 @@ def follow_exclusions(
             outdated.add(seq)
         elif edited is None:
             reorder.forget(seq)
-        progress.edit(seq - first, edited)
-    progress.filter = newer  # last: after Ctrl-C all of this is done again
+        position.edit(seq - first, edited)
+    position.filter = newer  # last: after Ctrl-C all of this is done again

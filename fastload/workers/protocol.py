@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
+from fastload.order.state import WorkerState
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.slot_memory import PackedBatch, anonymous_file
 from fastload.workers.witness import Witness
@@ -52,7 +53,7 @@ class WorkerSetup:
     kernel_threads: int  # that make the rows of a batch; 0: the worker's own
     batch_size: int
     memory_limit: MemoryLimit | None
-    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset
+    positions: list[WorkerState] | None  # where each worker resumes the dataset
 
 
 class EpochStart(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fastload.order.state import WorkerState
 from fastload.workers.protocol import EpochStart, Failure
 from fastload.workers.witness import Witness
 
@@ -118,7 +119,7 @@ class Workers:
             ahead: batches that each worker may make ahead, where they are small.
         """
 
-    def take_up(self, position: dict[str, Any] | None) -> Any:
+    def take_up(self, position: WorkerState | None) -> Any:
         """Go to a place in an iterable dataset; return the state of the dataset there.
 
         Worker processes do so when they start.
