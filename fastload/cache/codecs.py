@@ -293,5 +293,5 @@ def _smaller_modes(raw_bytes: int, room: int) -> str:
     return f"mode='raw' takes {format_size(raw_bytes)} and fits, mode='shrunk' takes less"
 
 
-CODECS: dict[str, type[CacheCodec]] = {one.mode: one for one in (Auto, Raw, Dct, Shrunk, Decoded)}
+CODECS: dict[str, type[CacheCodec]] = {codec.mode: codec for codec in (Auto, Raw, Dct, Shrunk, Decoded)}
 MODES = tuple(mode for mode, codec in CODECS.items() if not codec.chooses)  # those that keep one form

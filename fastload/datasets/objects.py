@@ -170,12 +170,12 @@ class ObjectDataset(StoreDataset):
     def _name(self, record: int) -> str:
         return str(self._manifest.key(record))
 
-    def _cache_key(self, one: int, version: str | None = None) -> bytes:
+    def _cache_key(self, item: int, version: str | None = None) -> bytes:
         assert self.cache is not None
         manifest, payloads = self._manifest, self._payloads
-        version = manifest.version(one) if version is None else version
+        version = manifest.version(item) if version is None else version
         return self.cache.key(
-            self._store.identity, manifest.key(one), version, *payloads.key, codec=payloads.codec
+            self._store.identity, manifest.key(item), version, *payloads.key, codec=payloads.codec
         )
 
     def _some_keys(self) -> list[bytes]:
@@ -215,7 +215,7 @@ class ObjectDataset(StoreDataset):
             raise needs_files(codec, transform)
 
     def _known_images(self, transform: Any) -> Images:
-        fused = all(isinstance(one, Crop) and not one.own_values for one in all_transforms(transform))
+        fused = all(isinstance(item, Crop) and not item.own_values for item in all_transforms(transform))
         return self._unless_overridden() if fused and self.decode is None else Images.UNKNOWN
 
     def _unless_overridden(self) -> Images:

@@ -59,17 +59,19 @@ def images_kept(transform: Any) -> KeptImages:
 def is_cropped(transform: Any) -> bool:
     """Whether a fused transform interpolates an image, in any epoch."""
     parts = transform.values() if isinstance(transform, Mapping) else [transform]
-    return any(isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part))
+    return any(
+        isinstance(each, Crop) and not each.own_values for part in parts for each in all_transforms(part)
+    )
 
 
 def always_fused(names: Collection[str], transform: Any) -> bool:
     """Whether each of these images has a fused transform, in all epochs."""
     parts = transform if isinstance(transform, Mapping) else dict.fromkeys(names, transform)
-    return all(isinstance(one, Crop) for name in names for one in all_transforms(parts.get(name)))
+    return all(isinstance(each, Crop) for name in names for each in all_transforms(parts.get(name)))
 
 
 def _needs_own_values(transform: Any) -> bool:
-    return any(isinstance(one, Crop) and one.own_values for one in all_transforms(transform))
+    return any(isinstance(each, Crop) and each.own_values for each in all_transforms(transform))
 
 
 def check_cut_alike(transform: Any) -> None:
@@ -131,10 +133,10 @@ def fill_together(
     bad: dict[int, DecodeError] = {}
     sizes: list[Size | None] | None = [None] * len(rows) if len(crops) > 1 and _any_mask(crops) else None
     for name, encoded in images.items():
-        for at, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
+        for position, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
             if len(crops) > 1:
                 _name(error, name)
-            bad.setdefault(at, error)
+            bad.setdefault(position, error)
     return sorted(bad.items())
 
 

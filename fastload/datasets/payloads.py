@@ -310,14 +310,14 @@ def needs_files(codec: CacheCodec, transform: Any) -> ArgumentError:
 def settled(payloads: list[Any]) -> list[Any]:
     """Return payloads as the cache keeps them, now that no sample is made of them."""
     keep(payloads)
-    return [with_rows(one.data) if isinstance(one, Unindexed) else one for one in payloads]
+    return [with_rows(each.data) if isinstance(each, Unindexed) else each for each in payloads]
 
 
 def keep(payload: Any) -> None:
     """Write what was waiting for its first decode, of a payload or of those of several objects."""
-    for one in payload if isinstance(payload, list) else [payload]:
-        if isinstance(one, Unindexed):
-            one.keep()
+    for each in payload if isinstance(payload, list) else [payload]:
+        if isinstance(each, Unindexed):
+            each.keep()
 
 
 def asks_for_key(decode: Callable[..., Any] | None) -> bool:
@@ -332,7 +332,9 @@ def asks_for_key(decode: Callable[..., Any] | None) -> bool:
     except (TypeError, ValueError):  # a function of C, or a class, that has no signature
         return False
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    return any(one.name == "key" and one.default is one.empty and one.kind in kinds for one in parameters[1:])
+    return any(
+        each.name == "key" and each.default is each.empty and each.kind in kinds for each in parameters[1:]
+    )
 
 
 def check_fingerprint(fingerprint: str | None) -> None:
@@ -382,7 +384,7 @@ def _opened(key: str, payload: Any) -> Any:
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with bytes of their own in place of views."""
-    return {name: _own_bytes(one) for name, one in fields.items()}
+    return {name: _own_bytes(each) for name, each in fields.items()}
 
 
 def _own_bytes(value: Any) -> Any:

@@ -86,33 +86,33 @@ class FieldTransforms:
     """
 
     def __init__(self, transform: Transform) -> None:
-        self.given = transform
+        self.transform = transform
         self._masks_seen = False
         self._by_epoch: list[ByEpoch] = []
         # Names, what is current of the others, and what came of them. The threads of a loader share it.
         self._last: tuple[tuple[str, ...], list[Any], dict[str, Crop]] | None = None
-        for name, one in self._parts():
-            check_function(name, one)
-            if isinstance(one, ByEpoch):
-                self._by_epoch.append(one)
+        for name, each in self._parts():
+            check_function(name, each)
+            if isinstance(each, ByEpoch):
+                self._by_epoch.append(each)
 
     def _parts(self) -> list[tuple[str, Any]]:
         """Return (name of the argument, transform) of each."""
-        if isinstance(self.given, Mapping):
-            return [(f"transform[{name!r}]", one) for name, one in self.given.items()]
-        return [("transform", self.given)]
+        if isinstance(self.transform, Mapping):
+            return [(f"transform[{name!r}]", each) for name, each in self.transform.items()]
+        return [("transform", self.transform)]
 
     def start_epoch(self, epoch: int) -> None:
         """Let the transforms that depend on the epoch know it."""
-        for one in self._by_epoch:
-            one.start_epoch(epoch)
+        for each in self._by_epoch:
+            each.start_epoch(epoch)
 
     # --- what is true before any sample is read
 
     @property
     def has_fused(self) -> bool:
         """Whether a fused transform is among them, in any epoch."""
-        return any(is_fused(one) for _, one in self._parts())
+        return any(is_fused(each) for _, each in self._parts())
 
     @property
     def only_fused(self) -> bool:
@@ -123,8 +123,8 @@ class FieldTransforms:
     @property
     def crops(self) -> dict[str, Crop]:
         """The fused transforms of this epoch, by the name of their argument."""
-        parts = ((name, current_transform(one)) for name, one in self._parts())
-        return {name: one for name, one in parts if isinstance(one, Crop)}
+        parts = ((name, current_transform(each)) for name, each in self._parts())
+        return {name: each for name, each in parts if isinstance(each, Crop)}
 
     @property
     def fills_rows(self) -> bool:
@@ -146,24 +146,26 @@ class FieldTransforms:
     @property
     def runs_user_code(self) -> bool:
         """Whether functions of the user run while rows are filled, beside a fused transform."""
-        return isinstance(self.given, Mapping) and len(self.crops) < len(self.given)
+        return isinstance(self.transform, Mapping) and len(self.crops) < len(self.transform)
 
     @property
     def of_sample(self) -> Any:
         """The function of the whole sample in this epoch, fused or not; None: there is none."""
-        return None if isinstance(self.given, Mapping) else current_transform(self.given)
+        return None if isinstance(self.transform, Mapping) else current_transform(self.transform)
 
     def crop_for(self, name: str) -> Crop:
         """Return the fused transform of an image in this epoch."""
-        crop: Crop = current_transform(self.given[name] if isinstance(self.given, Mapping) else self.given)
+        crop: Crop = current_transform(
+            self.transform[name] if isinstance(self.transform, Mapping) else self.transform
+        )
         return crop
 
     def functions(self) -> dict[str, Callable[[Any], Any]]:
         """Return the functions of single fields in this epoch that are not fused, by field."""
-        if not isinstance(self.given, Mapping):
+        if not isinstance(self.transform, Mapping):
             return {}
-        parts = {name: current_transform(one) for name, one in self.given.items()}
-        return {name: one for name, one in parts.items() if not isinstance(one, Crop)}
+        parts = {name: current_transform(each) for name, each in self.transform.items()}
+        return {name: each for name, each in parts.items() if not isinstance(each, Crop)}
 
     def check(
         self,
@@ -186,14 +188,14 @@ class FieldTransforms:
         Raises:
             ArgumentError: a transform names no field, or is fused and has no image of its own.
         """
-        parts: dict[str, Any] = dict(self.given) if isinstance(self.given, Mapping) else {}
+        parts: dict[str, Any] = dict(self.transform) if isinstance(self.transform, Mapping) else {}
         for name in parts:
             if name not in names:
                 raise ArgumentError(
                     f"transform names {name!r}, and a sample has {', '.join(names)}: a field in a dict is "
                     "named by its key, any other by its column, or by its first extension"
                 )
-        if is_fused(self.given):
+        if is_fused(self.transform):
             if len(images) > 1:
                 raise ArgumentError(
                     f"transform takes one image, and {' and '.join(images)} may be one: name it, as in "
@@ -201,14 +203,14 @@ class FieldTransforms:
                 )
             if not images:
                 raise ArgumentError(
-                    f"transform={self.given!r} takes an image, and none of {', '.join(names)} may be one: "
-                    f"{way_out}"
+                    f"transform={self.transform!r} takes an image, and none of {', '.join(names)} may be "
+                    f"one: {way_out}"
                 )
-            parts = {images[0]: self.given}
-        for name, one in parts.items():
-            if is_fused(one) and named is not None and name not in named:
+            parts = {images[0]: self.transform}
+        for name, each in parts.items():
+            if is_fused(each) and named is not None and name not in named:
                 raise ArgumentError(f"transform[{name!r}] takes an image, and that field is none: {way_out}")
-            if is_fused(one) and name in optional:
+            if is_fused(each) and name in optional:
                 raise ArgumentError(
                     f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
                     "cannot hold None: leave out the '?', or give transform= a function for it"
@@ -220,10 +222,10 @@ class FieldTransforms:
         Raises:
             ArgumentError: there are some.
         """
-        if self.has_fused or isinstance(self.given, Mapping):
+        if self.has_fused or isinstance(self.transform, Mapping):
             raise ArgumentError(
-                f"transform={self.given!r} is for the fields of a sample: pass features= and no decode=, or "
-                "a function of what decode returns"
+                f"transform={self.transform!r} is for the fields of a sample: pass features= and no decode=, "
+                "or a function of what decode returns"
             )
 
     # --- of one sample
@@ -236,24 +238,24 @@ class FieldTransforms:
         Raises:
             DecodeError: the sample does not have the one image, or those that are named.
         """
-        names, current = tuple(fields), [one.current for one in self._by_epoch]
+        names, current = tuple(fields), [each.current for each in self._by_epoch]
         last = self._last
         if last is None or last[0] != names or last[1] != current:  # samples are mostly alike
             last = self._last = names, current, self._find_crops(fields, images(fields))
         return last[2]
 
     def _find_crops(self, fields: Mapping[str, Any], images: Sequence[str]) -> dict[str, Crop]:
-        if isinstance(self.given, Mapping):
-            missing = sorted(self.given.keys() - fields.keys())
+        if isinstance(self.transform, Mapping):
+            missing = sorted(self.transform.keys() - fields.keys())
             if missing:
                 raise DecodeError(
                     f"{name_of(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {ADVICE}"
                 )
-            parts = {name: current_transform(one) for name, one in self.given.items()}
-            crops = {name: one for name, one in parts.items() if isinstance(one, Crop)}
+            parts = {name: current_transform(each) for name, each in self.transform.items()}
+            crops = {name: each for name, each in parts.items() if isinstance(each, Crop)}
             self._warn_of_masks(fields, crops, images)
             return crops
-        crop = current_transform(self.given)
+        crop = current_transform(self.transform)
         if not isinstance(crop, Crop):
             return {}
         if len(images) != 1:
@@ -364,7 +366,7 @@ class Shape:
         )
 
     def _unused(self, name: str) -> str:
-        return next(one for one in _candidates(name) if one not in self.leaves)
+        return next(each for each in _candidates(name) if each not in self.leaves)
 
 
 def _candidates(name: str) -> Iterator[str]:
@@ -389,4 +391,4 @@ def _batch(structure: Any, columns: Mapping[str, Any]) -> Any:
     if isinstance(structure, dict):
         return {name: _batch(part, columns) for name, part in structure.items()}
     made = [(part, _batch(part, columns)) for part in structure]
-    return [tuple(one) if isinstance(part, str) and type(one) is list else one for part, one in made]
+    return [tuple(each) if isinstance(part, str) and type(each) is list else each for part, each in made]

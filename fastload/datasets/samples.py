@@ -63,7 +63,9 @@ class Todo(NamedTuple):
 
     def some(self, positions: list[int]) -> Todo:
         """Return the samples at these positions."""
-        columns: list[Any] = [[column[at] for at in positions] if column else [] for column in self]
+        columns: list[Any] = [
+            [column[position] for position in positions] if column else [] for column in self
+        ]
         return Todo(*columns)
 
 
@@ -255,7 +257,9 @@ class SampleBuilder:
         for names, group in groups.items():
             images = {name: [encoded[position][name] for position in group] for name in names}
             some = todo if len(group) == len(todo.rows) else todo.some(group)
-            failures += [(group[at], error) for at, error in self._fill_images(batch, some, images)]
+            failures += [
+                (group[position], error) for position, error in self._fill_images(batch, some, images)
+            ]
         return failures
 
     def _fill_images(

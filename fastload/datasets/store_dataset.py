@@ -139,7 +139,7 @@ class StoreDataset(Dataset[Any]):
         `cache_key`."""
         if self.cache is None:
             raise ArgumentError("the dataset has no cache: give it one with cache=")
-        return [self._cache_key(one) for one in self._objects(self._record(index))]
+        return [self._cache_key(item) for item in self._objects(self._record(index))]
 
     def contains(self, index: int) -> bool:
         """Whether the cache has all of a sample. Does not count as a miss. Raises as `cache_key`."""
@@ -160,20 +160,20 @@ class StoreDataset(Dataset[Any]):
         """
         cache, source = self._cache_to_fill(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
-        objects = (one for index in indices for one in self._objects(self._record(index)))
+        objects = (item for index in indices for item in self._objects(self._record(index)))
         outcomes = warm(objects, cache, prefetcher, key=self._cache_key, size=source.size)
         count = self._objects_of_sample
-        return outcomes if count == 1 else (one._replace(sample=one.sample // count) for one in outcomes)
+        return outcomes if count == 1 else (item._replace(sample=item.sample // count) for item in outcomes)
 
     def left_to_warm(self, indices: Iterable[int]) -> ToRead:
         """What `warm` has to read for these samples. Raises as `warm`."""
-        objects = (one for index in indices for one in self._objects(self._record(index)))
+        objects = (item for index in indices for item in self._objects(self._record(index)))
         return find_missing(objects, self._cache_to_fill(), self._source())
 
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
         indices = list(indices)
-        objects = [one for index in indices for one in self._objects(self._record(index))]
+        objects = [item for index in indices for item in self._objects(self._record(index))]
         if objects:
             note_prefetch(self, indices)
             self._prefetchers.get().request(objects, current_reader.get())
@@ -182,7 +182,7 @@ class StoreDataset(Dataset[Any]):
         """These prefetched samples will not be used."""
         prefetcher = self._prefetchers.peek()
         if prefetcher is not None:  # else nothing is under way
-            prefetcher.cancel([one for index in indices for one in self._objects(self._record(index))])
+            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
 
     def outstanding(self) -> int:
         """How many samples this process has read ahead, or is reading, that were not used yet."""
@@ -226,7 +226,7 @@ class StoreDataset(Dataset[Any]):
         """A record in error messages."""
 
     @abstractmethod
-    def _cache_key(self, one: int) -> bytes:
+    def _cache_key(self, item: int) -> bytes:
         """The cache key of an object."""
 
     @abstractmethod
@@ -305,19 +305,19 @@ class StoreDataset(Dataset[Any]):
         self._amount = total_bytes, count
         payloads = self._all_payloads
         if self.cache is None:
-            self._set_payloads([one.with_codec(Raw()) if one.codec.lossless else one for one in payloads])
-        elif any(one.codec.chooses for one in payloads):
+            self._set_payloads([item.with_codec(Raw()) if item.codec.lossless else item for item in payloads])
+        elif any(item.codec.chooses for item in payloads):
             was_open = self.cache.is_open  # by another dataset, which may be reading
             share = self._share_kept()
-            self._set_payloads([one.with_codec(one.codec.without_choice()) for one in payloads])
+            self._set_payloads([item.with_codec(item.codec.without_choice()) for item in payloads])
             raw_share = self._share_kept()
             if not was_open:
                 self.cache.close()
             if raw_share <= share:
                 self._set_payloads(payloads)
-                for one in payloads:
-                    if one.codec.chooses:
-                        one.codec.choose = self._choose_form
+                for item in payloads:
+                    if item.codec.chooses:
+                        item.codec.choose = self._choose_form
 
     def _choose_form(self, image: Any) -> Any:
         return self._forecasters.get().encode(image)
@@ -328,7 +328,7 @@ class StoreDataset(Dataset[Any]):
 
     def _new_forecaster(self) -> Forecaster:
         assert self.cache is not None
-        codecs = [one.codec for one in self._all_payloads]
+        codecs = [item.codec for item in self._all_payloads]
         codec = next((codec for codec in codecs if not codec.keeps_bytes), Raw())
         total_bytes, count = self._amount
         return Forecaster(self.cache, codec, total_bytes, self._share_kept, count)

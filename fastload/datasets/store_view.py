@@ -147,7 +147,8 @@ class StoreView(PlainView):
                 with dataset.counters.timed("decode"):
                     failures = builder.fill(batch, chosen)
                 errors += [
-                    (chosen.rows[at], dataset._named(error, chosen.records[at])) for at, error in failures
+                    (chosen.rows[position], dataset._named(error, chosen.records[position]))
+                    for position, error in failures
                 ]
             for payload in payloads:
                 keep(payload)

@@ -198,7 +198,7 @@ class TableDataset(StoreDataset):
             }
         count = len(self._files)
         objects = self._manifest.find(keys)
-        firsts = {key: [one // count for one in ones if one % count == 0] for key, ones in objects.items()}
+        firsts = {key: [item // count for item in ones if item % count == 0] for key, ones in objects.items()}
         return {key: rows for key, rows in firsts.items() if rows}
 
     # --- the layout
@@ -243,13 +243,13 @@ class TableDataset(StoreDataset):
     def _name(self, record: int) -> str:
         return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"
 
-    def _cache_key(self, one: int, version: str | None = None) -> bytes:
+    def _cache_key(self, item: int, version: str | None = None) -> bytes:
         """The cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
-        manifest, payloads = self._manifest, self._files[one % len(self._files)].payloads
-        version = manifest.version(one) if version is None else version
+        manifest, payloads = self._manifest, self._files[item % len(self._files)].payloads
+        version = manifest.version(item) if version is None else version
         return self.cache.key(
-            self._store.identity, manifest.key(one), version, *payloads.key, codec=payloads.codec
+            self._store.identity, manifest.key(item), version, *payloads.key, codec=payloads.codec
         )
 
     def _some_keys(self) -> list[bytes]:
@@ -267,7 +267,7 @@ class TableDataset(StoreDataset):
         return [leaf.payloads for leaf in self._files]
 
     def _set_payloads(self, payloads: list[Any]) -> None:
-        self._files = [leaf._replace(payloads=one) for leaf, one in zip(self._files, payloads, strict=True)]
+        self._files = [leaf._replace(payloads=item) for leaf, item in zip(self._files, payloads, strict=True)]
         self._prefetchers.drop()
 
     def _encoder(self) -> Callable[[Any, int], Any] | None:
@@ -275,9 +275,9 @@ class TableDataset(StoreDataset):
         if not any(encoders):
             return None
 
-        def encode(payload: Any, one: int) -> Any:
-            encoder = encoders[one % len(encoders)]
-            return payload if encoder is None else encoder(payload, self._manifest.key(one))
+        def encode(payload: Any, item: int) -> Any:
+            encoder = encoders[item % len(encoders)]
+            return payload if encoder is None else encoder(payload, self._manifest.key(item))
 
         return encode
 
@@ -285,24 +285,24 @@ class TableDataset(StoreDataset):
         """The payloads of a row's objects."""
         payloads: list[Any] = []
         objects = self._objects(record)
-        for one in objects:
+        for item in objects:
             try:
-                payloads.append(self._prefetchers.get().get(one))
+                payloads.append(self._prefetchers.get().get(item))
             except BaseException as error:
-                self._prefetchers.get().cancel(range(one + 1, objects.stop))
+                self._prefetchers.get().cancel(range(item + 1, objects.stop))
                 if isinstance(error, FastloadError):
-                    error.key = self._object_name(one)
+                    error.key = self._object_name(item)
                 raise
         return payloads
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
         """A row's payloads -> the fields of a sample that are objects."""
         row = Row()
-        for one, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
+        for item, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
             try:
-                value = leaf.payloads.open(content, self._manifest.key(one), readonly=readonly)
+                value = leaf.payloads.open(content, self._manifest.key(item), readonly=readonly)
             except FastloadError as error:
-                error.key = self._object_name(one)
+                error.key = self._object_name(item)
                 raise
             if type(value) is Picture:
                 row.images.append(leaf.name)
@@ -310,10 +310,10 @@ class TableDataset(StoreDataset):
             row[leaf.name] = value
         return row
 
-    def _object_name(self, one: int) -> str:
+    def _object_name(self, item: int) -> str:
         """An object in error messages."""
-        row, number = divmod(one, len(self._files))
-        return f"{self._manifest.key(one)} ({self._files[number].name} of row {row})"
+        row, number = divmod(item, len(self._files))
+        return f"{self._manifest.key(item)} ({self._files[number].name} of row {row})"
 
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         image = None if self._files else ""

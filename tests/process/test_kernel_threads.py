@@ -106,6 +106,10 @@ PROCESSES: dict[str, Callable[[Path], Any]] = {
     "map": lambda root: fastload.map(images(root), as_it_is),
     "decode": lambda root: ObjectDataset(str(root / "a"), decode=len),
     "nearest": lambda root: images(root, CenterCrop(16, interpolation="nearest")),
+    "a table": lambda root: fastload.TableDataset(
+        {"name": ["a/00.jpg", "a/04.jpg"]}, File("name"), url=str(root), transform=CROP
+    ),
+    "no transform": lambda root: images(root, None),
     "one of two parts": lambda root: ConcatDataset([images(root), OwnSamples(str(root), CROP)]),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -144,15 +148,6 @@ def test_this_process_is_no_worker(root: Path) -> None:
 def test_without_the_kernel_processes_make_the_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.images.crop.kernel", None)
     assert not view_of(images(root)).made_by_kernel()
-
-
-def test_a_table_without_decode(root: Path) -> None:
-    table = {"name": [f"a/{number:02d}.jpg" for number in range(0, 24, 4)]}
-    for decode, kind in ((None, True), (len, False)):
-        fields = {"image": File("name"), "other": File("name", decode=decode)}
-        transform = {"image": CROP} if decode else {"image": CROP, "other": CROP}
-        data = fastload.TableDataset(table, fields, url=str(root), transform=transform)
-        assert view_of(data).made_by_kernel() is kind
 
 
 @pytest.mark.parametrize("value", [1, "auto", None])
