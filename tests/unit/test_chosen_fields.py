@@ -20,7 +20,7 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards.fields import Leaf
-from tests.sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
+from tests.sharddata import CROP, closing, jpeg, ordinary, write
 from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
@@ -182,32 +182,6 @@ def test_cache_keeps_the_chosen_members_and_gives_the_same_samples(mode: Any, tm
 
 
 # --- through the loader
-
-
-@pytest.mark.parametrize("index", [True, False], ids=["indexed", "streamed"])
-def test_tuples_train_two_epochs_and_resume_with_another_number_of_workers(
-    index: bool, tmp_path: Path
-) -> None:
-    objects = shards("tar", index=index)
-
-    def loader(workers: int) -> Any:
-        fields = ("jpg", "cls", "json?")
-        data = opened(tmp_path, objects, fields=fields, transform=CROP, cache=tmp_path / "cache")
-        return loader_of(data, workers)
-
-    train = loader(2)
-    seen: list[list[int]] = [[], []]
-    for epoch in range(2):
-        for step, (images, labels, found) in enumerate(train):
-            assert images.shape[1:] == (3, 24, 24) and [one["n"] for one in found] == labels.tolist()
-            seen[epoch] += labels.tolist()
-            if epoch == 1 and step == 4:
-                state = train.state_dict()
-                break
-    again = loader(0)
-    again.load_state_dict(json.loads(json.dumps(state)))
-    seen[1] += [label for _, labels, _ in again for label in labels.tolist()]
-    assert sorted(seen[0]) == sorted(seen[1]) == list(range(173)) and seen[0] != seen[1]
 
 
 def test_images_without_a_transform_are_refused_with_the_remedy(tmp_path: Path) -> None:
