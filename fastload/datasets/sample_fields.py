@@ -21,8 +21,8 @@ import xxhash
 
 from fastload.checks import check_function
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.crop import Crop, is_fused
+from fastload.images.by_epoch import ByEpoch, current_transform
+from fastload.images.crop import Crop, is_fused, made_by_kernel
 
 _log = logging.getLogger("fastload")
 
@@ -117,9 +117,9 @@ class FieldTransforms:
 
     @property
     def only_fused(self) -> bool:
-        """Whether all are fused, in all epochs, and write their results into rows."""
-        every = [each for _, part in self._parts() for each in all_transforms(part)]
-        return all(isinstance(each, Crop) and each.fills_rows for each in every)
+        """Whether all are fused ones that the kernel does alone, in all epochs."""
+        parts = self._parts()
+        return bool(parts) and all(made_by_kernel(one) for _, one in parts)
 
     @property
     def crops(self) -> dict[str, Crop]:

@@ -9,11 +9,14 @@ loader.
 
 from __future__ import annotations
 
+import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,8 +26,8 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_channels, check_size
 from fastload.images.by_epoch import all_transforms
 from fastload.images.dct import Unindexed
-from fastload.images.decode import MAX_PIXELS, open_image
-from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active
+from fastload.images.decode import MAX_PIXELS, find_format, open_image
+from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, kernel, threads
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_T = TypeVar("_T")
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
 
@@ -213,24 +217,27 @@ class Crop(ABC):
         """
         self._check_rows(out, len(images), np.dtype(np.uint8))
         failures: dict[int, DecodeError] = {}
-        items: list[Item] = []
-        for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
+
+        def begin(k: int) -> Item | None:
+            """Make row `k`; or return what the kernel is to make it of."""
             try:
                 first = None if sizes is None else sizes[k]
-                source, width, height, chosen = self.choose_box(image, SampleRng(seed), first)
+                image = images[k]
+                source, width, height, chosen = self.choose_box(image, SampleRng(seeds[k]), first)
                 if sizes is not None and first is None:
                     sizes[k] = width, height
                 encoded = source is image or isinstance(source, memoryview)
                 if encoded and chosen[2:] == (None, False) and self.interpolation == "bilinear":
-                    if isinstance(image, Unindexed):
-                        items.append((k, source, *chosen.box, chosen.flip, image.index_room(height)))
-                    else:
-                        items.append((k, source, *chosen.box, chosen.flip))
-                else:  # already decoded (a PNG, say): used at once, so that only one such image is in memory
-                    self.render_one(out[k], source, chosen)
+                    room = (image.index_room(height),) if isinstance(image, Unindexed) else ()
+                    return (k, source, *chosen.box, chosen.flip, *room)
+                # Already decoded (a PNG, say): used at once, so that a thread has one such image in memory.
+                self.render_one(out[k], source, chosen)
             except DecodeError as error:
                 failures[k] = error
-        failures.update(self.render(out, items))
+            return None
+
+        items = _map_rows(begin, images)
+        failures.update(self.render(out, [item for item in items if item is not None]))
         return sorted(failures.items())
 
     def _check_rows(self, out: np.ndarray[Any, Any], count: int, dtype: np.dtype[Any]) -> None:
@@ -411,6 +418,41 @@ class Crop(ABC):
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
         shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
+
+
+def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
+    """Call `make` for each row. Rows that Python decodes, such as a PNG's, are shared by threads too."""
+    others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
+    if len(others) < 2:
+        return [make(k) for k in range(len(images))]
+    made = dict(zip(others, _decoders(os.getpid(), threads()).map(make, others), strict=True))
+    return [made[k] if k in made else make(k) for k in range(len(images))]
+
+
+def _is_for_kernel(image: Source) -> bool:
+    if isinstance(image, np.ndarray) and image.ndim == 3:
+        return True
+    try:
+        return find_format(image)[1] == "JPEG"
+    except DecodeError:
+        return True  # to decode it says what is wrong
+
+
+@functools.lru_cache(maxsize=1)
+def _decoders(process: int, count: int) -> ThreadPoolExecutor:
+    """Return threads for the formats that Pillow decodes, most of the time without the GIL."""
+    return ThreadPoolExecutor(count, "fastload-decode")
+
+
+def made_by_kernel(transform: Any) -> bool:
+    """Return whether the kernel makes the whole result in every epoch, and no code of the user's does."""
+    return kernel is not None and all(
+        isinstance(one, Crop)
+        and type(one).__module__.startswith("fastload.")
+        and one.fills_rows
+        and not one.own_values
+        for one in all_transforms(transform)
+    )
 
 
 def is_fused(transform: Any) -> bool:

@@ -108,6 +108,7 @@ class Kernel(Protocol):
         """Let the system read records that are not in memory. Does not wait for them."""
 
 
+_threads = 0
 kernel: Kernel | None
 try:
     import fastload.images.compiled as compiled
@@ -126,6 +127,19 @@ def active() -> Kernel:
     if _warned is not None and not _warned[0]:
         _warn(_warned)
     return fallback if kernel is None else kernel
+
+
+def set_threads(count: int) -> int:
+    """Have `count` threads share the rows of each batch of this process; 0: the calling thread makes them."""
+    global _threads
+    if count != _threads:
+        _threads = active().set_threads(count)
+    return _threads
+
+
+def threads() -> int:
+    """Return how many threads share the rows of a batch."""
+    return _threads
 
 
 def record_writer() -> Callable[[Source, int, int], bytes] | None:

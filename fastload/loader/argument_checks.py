@@ -18,7 +18,13 @@ _ON_ERROR = ("raise", "skip", "replace")
 
 
 def check_own(
-    dataset: Any, batch_size: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any
+    dataset: Any,
+    batch_size: Any,
+    num_workers: Any,
+    batch_transform: Any,
+    on_error: Any,
+    seed: Any,
+    processes: Any,
 ) -> None:
     """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
     check_dataset(dataset)
@@ -36,6 +42,8 @@ def check_own(
         raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
     if seed is not None and not isinstance(seed, int):
         raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes must be True or False, found {processes!r}")
 
 
 def check_log(dataset: Any, sample_log: Any) -> None:
