@@ -556,8 +556,8 @@ def test_states_of_what_was_handed_out_matter(monkeypatch: pytest.MonkeyPatch) -
     def forgets(self: StreamEpoch, stream: int, state: Any) -> None:
         taken(self, stream, None)
 
-    taken = StreamEpoch.handed_out
-    monkeypatch.setattr(StreamEpoch, "handed_out", forgets)
+    taken = StreamEpoch.delivered
+    monkeypatch.setattr(StreamEpoch, "delivered", forgets)
     with pytest.raises(AssertionError):
         test_what_is_prefetched_is_not_in_the_state(1)
 
