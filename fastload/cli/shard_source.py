@@ -59,7 +59,7 @@ def open_shards(
             )
         return fastload.TarDataset(url, fields=chosen, **arguments)
     spec = None if features is None else _parse_features(features)
-    if spec is None and arguments["cache"].mode not in ("auto", "raw"):
+    if spec is None and arguments["cache"].codec.wants_images:
         raise ArgumentError(
             f"mode {arguments['cache'].mode!r} keeps the features of a record: pass those of the training, "
             "as in --features image=bytes,label=int"
@@ -125,7 +125,6 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
                 form.splitter,
                 ahead=ReadAhead(1 << 20, 1),
                 pool=pool,
-                counters=Counters(),
             )
             while len(records) < _RECORDS and size < _BYTES and (record := reader.next()) is not None:
                 if record.error is not None:

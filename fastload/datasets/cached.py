@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import check_index
 from fastload.datasets.fingerprint import describe
-from fastload.datasets.prepare import check_fingerprint
+from fastload.datasets.payloads import check_fingerprint
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
@@ -60,10 +60,10 @@ def cached(
     kept_in = as_cache(cache)
     if kept_in is None:
         raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
-    if kept_in.mode == "dct":
+    if not kept_in.codec.keeps_samples:
         raise ArgumentError(
-            "cache mode 'dct' is for the encoded images of fastload's datasets, and cached() keeps samples: "
-            "leave mode= out, or give 'raw'"
+            f"cache mode {kept_in.mode!r} is for the encoded images of fastload's datasets, and cached() "
+            "keeps samples: leave mode= out, or give 'raw'"
         )
     check_dataset(dataset)
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -116,11 +116,7 @@ class CachedDataset(Dataset[Any]):
             view.prefetch(absent)
 
     def _checked(self, index: Any) -> int:
-        index = operator.index(index)
-        n = len(self)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples")
-        return int(index % n)
+        return check_index(index, len(self), "samples")
 
     def _key(self, index: int) -> bytes:
         return self.cache.key("cached", self.fingerprint, str(index))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.datasets.base import check_function
+from fastload.checks import check_function
 from fastload.datasets.composed import MapView
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import view_of

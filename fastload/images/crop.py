@@ -58,7 +58,7 @@ _notes: ContextVar[list[tuple[CropBox, bool]] | None] = ContextVar("notes", defa
 
 @contextmanager
 def noted_boxes(notes: list[tuple[CropBox, bool]]) -> Iterator[None]:
-    """Inside, each box that a transform chooses is noted: (box, its sample has a generator of its own)."""
+    """Note each box that a transform chooses inside: (box, its sample has a generator of its own)."""
     before = _notes.set(notes)
     try:
         yield
@@ -137,43 +137,43 @@ class Crop(ABC):
         return self.shape_of(self.height, self.width)
 
     def shape_of(self, height: int, width: int) -> tuple[int, int, int]:
-        """The shape of a result of that size."""
+        """Return the shape of a result of that size."""
         return (height, width, self.channels) if self.channels_last else (self.channels, height, width)
 
     def result_size(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) of the result for an image of that size."""
+        """Return (height, width) of the result for an image of that size."""
         return self.height, self.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result: uint8."""
+        """Return the dtype of the result, uint8."""
         import torch
 
         return torch.uint8
 
     @property
     def own_values(self) -> bool:
-        """Whether it needs the values of the image itself, not those of a smaller or re-encoded copy."""
+        """Return whether it needs the image's own values, not those of a smaller or re-encoded copy."""
         return self.interpolation == "nearest" or self.channels == 1
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a decoder on the device does the same."""
+        """Return whether a decoder on the device does the same."""
         return not self.own_values
 
     @property
     @abstractmethod
     def law(self) -> tuple[Any, ...]:
-        """What decides which part of an image is taken: equal where two transforms cut alike."""
+        """Return the geometry: equal where two transforms take the same part of an image."""
 
     @property
     def box_law(self) -> BoxLaw | None:
-        """How the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
+        """Return how the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
         return None
 
     @property
     def number(self) -> int:
-        """64 bits that differ where other pixels come out, of the same image and random numbers."""
+        """Return 64 bits that differ where other pixels come out, of the same image and random numbers."""
         what = self.law, self.height, self.width, self.interpolation, self.channels
         return xxhash.xxh3_64_intdigest(repr(what).encode())
 
@@ -182,7 +182,7 @@ class Crop(ABC):
         """Choose the box for an image of that size."""
 
     def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
-        """The box for an image of that size which is cut like one of size `first`, with its proportions."""
+        """Return the box for an image that is cut like one of size `first`, with its proportions."""
         chosen = self.box_for(*first, rng)
         across, down = width / first[0], height / first[1]
         x0, y0, x1, y1 = chosen.box
@@ -308,7 +308,7 @@ class Crop(ABC):
         seeds: Sequence[int],
         sizes: list[Size | None] | None = None,
     ) -> list[tuple[int, DecodeError]]:
-        """`fill` for some rows of a batch; (position in `rows`, error) of those that failed.
+        """Do what `fill` does for some rows of a batch; return (position in `rows`, error) of failures.
 
         Args:
             images: (n, *sample_shape) of `dtype`, the whole batch.
@@ -351,7 +351,7 @@ class Crop(ABC):
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
-        """A row of a batch, as `__call__` gives it."""
+        """Return A row of a batch, as `__call__` gives it."""
         return row
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
@@ -400,12 +400,12 @@ class Crop(ABC):
     def _nearest(
         self, image_width: int, image_height: int, chosen: CropBox, height: int, width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows and columns of an image that a result of `height` and `width` consists of."""
+        """Return the rows and columns of an image that a result of `height` and `width` consists of."""
         x0, y0, x1, y1 = chosen.box
         return nearest(y0, y1, height), nearest(x0, x1, width)
 
     def _options(self) -> str:
-        """The arguments of both crops that `repr` shows, because they differ from their defaults."""
+        """Return the arguments of both crops that `repr` shows, because they differ from their defaults."""
         shown = f", interpolation={self.interpolation!r}" if self.interpolation != "bilinear" else ""
         shown += f", channels={self.channels}" if self.channels != 3 else ""
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
@@ -414,5 +414,5 @@ class Crop(ABC):
 
 
 def is_fused(transform: Any) -> bool:
-    """Whether it is one of the crops, or has one in some epoch."""
+    """Return whether it is one of the crops, or has one in some epoch."""
     return any(isinstance(one, Crop) for one in all_transforms(transform))

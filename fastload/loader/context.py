@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.datasets.wrappers import fastload_datasets
+from fastload.datasets.wrappers import fastload_datasets, view_of
 from fastload.distributed import find_rank
 from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderPosition
@@ -78,8 +78,8 @@ class LoaderContext:
 
     def find_budgets(self, dataset: Any) -> None:
         """Collect the budgets of the datasets that `dataset` holds."""
-        found = [getattr(one, "budget", None) for one in fastload_datasets(dataset)]
-        self.budgets = list(dict.fromkeys(one for one in found if isinstance(one, RequestBudget)))
+        found = [view_of(one).budget() for one in fastload_datasets(dataset)]
+        self.budgets = list(dict.fromkeys(one for one in found if one is not None))
 
     def count_requests(self) -> None:
         """Put into the counters what all processes asked of the stores."""

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from fastload.datasets.substitutes import substitutes
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamAgreement, check_streams
 from fastload.order.exclusions import Filter, Reading

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,
@@ -25,11 +25,10 @@ from fastload.formats.beton import (
     row_type,
 )
 from fastload.images.decode import decode_image
-from fastload.shards.catalog import ShardList
+from fastload.shards.catalog import ShardList, index_shards, read_head
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import index_shards, read_head
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
@@ -132,17 +131,16 @@ class BetonDataset(ShardDataset):
             BETON,
             shards,
             ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=functools.partial(index_shards, functools.partial(_read_index, found)),
         )
 
 
 def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, list[BetonField]]:
-    """The header of a file, and its fields.
+    """Return the header of a file, and its fields.
 
     Raises:
         DecodeError: it is no .beton, or was cut.
@@ -152,7 +150,7 @@ def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, li
 
 
 def _read(store: Store, shard: Shard, start: int, stop: int, wait: Wait) -> bytes:
-    """The bytes [start, stop) of a file, request by request."""
+    """Return the bytes [start, stop) of a file, request by request."""
     edges = range(start, stop, _PIECE)
     return b"".join(
         store.read_range(shard.key, edge, min(edge + _PIECE, stop), shard.version, wait=wait)
@@ -165,5 +163,5 @@ def _text(fields: list[BetonField]) -> str:
 
 
 def _open_image(value: Any) -> Any:
-    """A JPEG, or pixels, as an array (H, W, 3) of its own memory."""
+    """Return a JPEG, or pixels, as an array (H, W, 3) of its own memory."""
     return np.array(decode_image(value))

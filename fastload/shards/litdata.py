@@ -13,7 +13,7 @@ import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (
@@ -26,11 +26,11 @@ from fastload.formats.litdata import (
 from fastload.formats.packed import parse_table, split_values, table_size
 from fastload.formats.pieces import too_large
 from fastload.images.decode import decode_pil
+from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import index_shards, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
@@ -177,12 +177,11 @@ class LitDataset(ShardDataset):
             form,
             shards,
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=functools.partial(
                 index_shards, functools.partial(_read_index, counts, told.compression)
             ),
@@ -190,13 +189,13 @@ class LitDataset(ShardDataset):
 
 
 def rgb_tensor(value: Any) -> torch.Tensor:
-    """An encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
+    """Return an encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
     pixels = np.asarray(decode_pil(value, exif=True))
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -> bool:
-    """Whether the samples lie in a table of Arrow at the end. Reads the last bytes only where that may be."""
+    """Return whether the samples lie in a table of Arrow at the end. Read its mark only where it may be."""
     if int.from_bytes(head[-4:], "little") == shard.size:
         return False
     end = store.read_range(shard.key, max(0, shard.size - 8), shard.size, shard.version, wait=wait)

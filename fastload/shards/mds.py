@@ -11,16 +11,16 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
 from fastload.formats.packed import as_pil, parse_table, split_values, table_size
 from fastload.images.decode import Oriented, decode_pil
+from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import MDS
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import index_shards, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
@@ -131,18 +131,17 @@ class MDSDataset(ShardDataset):
             MDS,
             shards,
             ColumnFields(opened, split, _open_image, shape, decode, transform, encodings(), opens_files=True),
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=functools.partial(index_shards, functools.partial(_read_index, listed)),
         )
 
 
 def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
-    """The entries of index.json, by the names of their files.
+    """Return the entries of index.json, by the names of their files.
 
     Raises:
         ArgumentError: one of them is not read, or has other columns than the first.
@@ -165,5 +164,5 @@ def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
 
 
 def _open_image(value: Any) -> Any:
-    """An encoded image in the mode that it has; pixels of the cache in RGB."""
+    """Return an encoded image in the mode that it has; pixels of the cache in RGB."""
     return decode_pil(value) if isinstance(value, np.ndarray | Oriented) else as_pil(value)

@@ -10,8 +10,8 @@ bytes that it needs, and a cache that cannot hold the corpus would read these in
 
 from __future__ import annotations
 
-import operator
 import os
+import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
@@ -23,20 +23,24 @@ import xxhash
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.base import StoreDataset
-from fastload.datasets.prepare import PrepareStep
-from fastload.datasets.protocols import Allocate, RowErrors
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
+from fastload.checks import check_index, whole_number
+from fastload.datasets.payloads import ObjectPayloads
+from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
+from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
-from fastload.shards.record_source import record_name
+from fastload.shards.records import record_name
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_TOKENS = "tokens"
 
 
 class TokenDataset(StoreDataset):
@@ -70,9 +74,7 @@ class TokenDataset(StoreDataset):
         overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
             With 1, all tokens but the first are a target once.
         cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        storage_options, listing_max_age: see `TarDataset`.
 
     Attributes:
         tokens: the number of tokens in all objects.
@@ -85,8 +87,8 @@ class TokenDataset(StoreDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    settled: ClassVar[frozenset[str]] = StoreDataset.settled | {"dtype", "block", "overlap"}
-    computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
+    _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"dtype", "block", "overlap"}
+    _computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
 
     def __init__(
         self,
@@ -101,12 +103,12 @@ class TokenDataset(StoreDataset):
     ) -> None:
         super().__init__(url, None)
         self.dtype = _checked_dtype(dtype)
-        check_whole_number("block", block)
-        check_whole_number("overlap", overlap, 0)
+        block = whole_number("block", block)
+        overlap = whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
-        self._step = PrepareStep(kept_in, None)
-        if kept_in is not None and kept_in.mode not in ("auto", "raw"):
+        self._payloads = ObjectPayloads(kept_in, None)
+        if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(
             url,
@@ -115,8 +117,9 @@ class TokenDataset(StoreDataset):
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
-        self.cache = kept_in if shards.cacheable else None  # a warning has said why
         self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
+        self.transform = None
+        self.cache = kept_in if shards.cacheable else None  # a warning has said why
         if not self._corpus.samples:
             raise ArgumentError(
                 f"{shards.store.url!r} has {self.tokens:,} tokens of type {self.dtype}, and a sample has "
@@ -137,20 +140,9 @@ class TokenDataset(StoreDataset):
         where = f"{corpus.shards.store.url!r}, {len(corpus.shards):,} objects"
         return f"{type(self).__name__}({where}, {samples}{cache})"
 
-    # --- RowDataset
-
-    def new_batch(self, n: int, allocate: Allocate) -> torch.Tensor:
-        return allocate((n, self._corpus.length), torch.int64)
-
-    def sample(self, batch: Any, row: int) -> Any:
-        return batch[row]
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        batch[target].copy_(batch[source])
-
     # --- which samples these are
 
-    def identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    def _identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         return self._corpus.identities(records)
 
     # --- what `StoreDataset` asks for
@@ -159,11 +151,7 @@ class TokenDataset(StoreDataset):
         return _TokenSource(self._corpus, self._cache_key)
 
     def _record(self, index: int) -> int:
-        index = operator.index(index)  # two tensors of one number are not one key
-        n = self._corpus.samples
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return index % n
+        return check_index(index, self._corpus.samples, f"samples of {self.url}")
 
     def _name(self, record: int) -> str:
         return self._corpus.name(record)
@@ -172,17 +160,42 @@ class TokenDataset(StoreDataset):
         assert self.cache is not None
         return self.cache.key(TOKENS.code, *self._corpus.key(record))
 
-    def _sample(self, value: Any) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(value, self.dtype).astype(np.int64))
+    def _some_keys(self) -> list[bytes]:
+        n = self._corpus.samples
+        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
 
-    def _fill_rows(
-        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
-    ) -> RowErrors:
-        with self.counters.timed("decode"):
-            tokens = batch.numpy()
-            for row, value in zip(rows, values, strict=True):
-                tokens[row] = np.frombuffer(value, self.dtype)
+    def _new_builder(self, transform: Any) -> SampleBuilder:
+        if transform is not None:
+            raise ArgumentError(
+                f"transform={transform!r}: a TokenDataset has none; apply a function with fastload.map"
+            )
+        return _TokenBuilder(self.dtype, self._corpus.length)
+
+
+class _TokenBuilder(SampleBuilder):
+    """Makes samples of tokens: each is one row of a matrix."""
+
+    def __init__(self, dtype: np.dtype[Any], length: int) -> None:
+        super().__init__(None, None, Shape(_TOKENS))
+        self._dtype, self._length = dtype, length
+
+    def sample(self, value: Any, record: int) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(value, self._dtype).astype(np.int64))
+
+    def new_batch(self, n: int, allocate: Allocate, **_: Any) -> RowBatch:
+        batch = RowBatch(n, allocate)
+        batch.values = batch.columns = {_TOKENS: allocate((n, self._length), torch.int64)}
+        batch.is_complete = True
+        return batch
+
+    def fill(self, batch: RowBatch, todo: Todo) -> RowFailures:
+        tokens = batch.columns[_TOKENS].numpy()
+        for row, value in zip(todo.rows, todo.values, strict=True):
+            tokens[row] = np.frombuffer(value, self._dtype)
         return []
+
+    def row(self, batch: RowBatch, row: int) -> Any:
+        return batch.columns[_TOKENS][row]
 
 
 class _Piece(NamedTuple):
@@ -217,7 +230,7 @@ class _Corpus:
         self.samples = max(0, self.tokens - overlap) // block
 
     def pieces(self, sample: int) -> list[_Piece]:
-        """Where the tokens of a sample are, in order."""
+        """Return where the tokens of a sample are, in order."""
         first, missing = sample * self._block, self.length
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         pieces = []
@@ -230,7 +243,7 @@ class _Corpus:
         return pieces
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each sample: of the objects that it is cut from, and where it begins."""
+        """Return a number for each sample: of the objects that it is cut from, and where it begins."""
         first = samples * self._block
         begin = np.searchsorted(self._firsts, first, side="right") - 1
         end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
@@ -245,12 +258,12 @@ class _Corpus:
         return mix_all(found ^ self._form)
 
     def name(self, sample: int) -> str:
-        """A sample in error messages: where it begins."""
+        """Return the name of a sample in error messages: where it begins."""
         first = self.pieces(sample)[0]
         return record_name(self.shards[first.shard].key, first.start)
 
     def key(self, sample: int) -> list[str]:
-        """What tells the bytes of a sample from all others."""
+        """Return what tells the bytes of a sample from all others."""
         parts = [self.shards.store.identity]
         for number, start, stop in self.pieces(sample):
             shard = self.shards[number]
@@ -300,7 +313,7 @@ class _TokenSource:
 
 
 def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
-    """(bytes before the tokens, number of tokens) of each object.
+    """Return (bytes before the tokens, number of tokens) of each object.
 
     The first bytes of all objects are read. Rejected: those of one object only. A `.npy` file of another type
     among raw ones would be served as tokens that nobody wrote.
@@ -335,7 +348,7 @@ def _header(key: str, head: bytes) -> TokenHeader | None:
 
 
 def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:
-    """The number of tokens in an object."""
+    """Return the number of tokens in an object."""
     if header is not None and header.dtype != dtype:
         raise ArgumentError(
             f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 
-from fastload.datasets.base import StoreDataset
 from fastload.datasets.mixture import sources_of
+from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.sampler import known_length
@@ -51,7 +51,7 @@ class Contents:
     def _of(self, dataset: Any) -> DatasetIdentity:
         chosen = [self._digest(subset.indices) for subset in _subsets(dataset)]
         leaf = _leaf(dataset)
-        listed = None if leaf is None else leaf.listed()
+        listed = None if leaf is None else view_of(leaf).listed()
         return DatasetIdentity(type(dataset).__qualname__, chosen, _keys(dataset), listed)
 
     def _digest(self, held: Any) -> str | None:
@@ -124,7 +124,7 @@ def changes_since(loader: Any, state: State, name: str = "") -> str:
     saved = state.samples.datasets.get(name)
     if leaf is None or saved is None or saved.listing is None:
         return ""
-    changes = leaf.changes_since(*saved.listing)
+    changes = view_of(leaf).changes_since(*saved.listing)
     return f" ({changes})" if changes else ""
 
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 
+from fastload.cache import Cache
 from fastload.datasets.image_folder import ImageFolder
 from fastload.datasets.objects import ObjectDataset
-from fastload.datasets.protocols import own_samples
+from fastload.datasets.store_dataset import override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
@@ -152,7 +153,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     if loader.decode != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
-    if cache is not None and getattr(cache, "mode", "raw") in ("shrunk", "decoded"):
+    if isinstance(cache, Cache) and not cache.codec.lossless:
         notes.append(f"the run's cache kept smaller images (mode {cache.mode!r}): pixels here are finer")
     if getattr(dataset, "target_transform", None) is not None:
         notes.append("labels here are the class indices, which the run's target_transform= gets")
@@ -163,8 +164,8 @@ def _dataset(dataset: Any) -> _Json:
     kind = type(dataset)
     if kind not in _DATASETS.values():
         return {"why": f"its dataset is a {kind.__qualname__}"}
-    if own_samples(dataset) is not None:
-        return {"why": f"its samples are made by {own_samples(dataset)}"}
+    if override_of(dataset) is not None:
+        return {"why": f"its samples are made by {override_of(dataset)}"}
     if dataset.keys_given:
         return {"why": "its dataset was given keys=, which the state does not contain"}
     listing, store = dataset.listing(), dataset.store()

@@ -4,7 +4,7 @@
      ReadAhead            rows in a slot                                ErrorPolicy       Collation
                           SampleReader: sample objects, for other datasets
 
-A dataset needs only what torch requires. A `RowDataset` is prefetched and writes its rows straight into the
+A dataset needs only what torch requires. One over a store is prefetched and writes its rows straight into the
 batch. A subclass with a `__getitem__` of its own is prefetched, and asked for its samples.
 """
 

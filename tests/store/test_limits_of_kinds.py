@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fastload
+from fastload.datasets.wrappers import view_of
 from fastload.errors import LimitError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.kinds import COUNT, KINDS, Kind, numbers, photo
@@ -76,7 +77,7 @@ def check(kind: Kind, server: FaultServer, cache: Path, workers: int, part: floa
     opening = asked(server)
     assert Counter(samples(loader_of(dataset, 0))) == WANTED
     epoch = asked(server)
-    counted = dataset.budget.spent()
+    counted = view_of(dataset).budget().spent()
     assert counted.gets + counted.heads == opening + epoch, "each request is counted once"
 
     limit = opening + max(1, int(part * (epoch - 1)))

@@ -15,6 +15,7 @@ from PIL import Image
 import fastload
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, Cache, CenterCrop, DataLoader, RandomResizedCrop
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.images.rng import SampleRng
@@ -80,9 +81,9 @@ def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mod
     cache = None if mode == "none" else Cache(tmp_path / "cache", mode=mode, short_side=160)
     data = pairs(tmp_path / "data", [mask(width, width * 3 // 4)] * 12, cache=cache)
     for _ in range(1 if cache is None else 2):
-        batch = data.new_batch(12, ordinary)
-        assert data.fill(batch, [(row, row) for row in range(12)], 5, 0) == []
-        assert_cut_alike(batch["jpg"], batch["seg.png"])
+        batch = view_of(data).new_batch(12, ordinary)
+        assert view_of(data).fill(batch, [(row, row) for row in range(12)], 5, 0) == []
+        assert_cut_alike(batch.columns["jpg"], batch.columns["seg.png"])
         torch.manual_seed(0)
         samples = [data[index] for index in range(12)]
         assert_cut_alike(
@@ -124,7 +125,7 @@ def test_mask_of_other_proportions_is_an_error_that_names_both_sizes(tmp_path: P
     with pytest.raises(DecodeError, match=says) as caught:
         data[1]
     assert "x.tar @" in str(caught.value.key)
-    [(row, error)] = data.fill(data.new_batch(2, ordinary), [(0, 0), (1, 1)], 5, 0)
+    [(row, error)] = view_of(data).fill(view_of(data).new_batch(2, ordinary), [(0, 0), (1, 1)], 5, 0)
     assert row == 1 and says in str(error)
 
 

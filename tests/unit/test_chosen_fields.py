@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.fingerprint import describe
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
@@ -64,11 +65,11 @@ def opened(tmp_path: Path, objects: dict[str, bytes], **arguments: Any) -> Any:
 def rows(data: Any, numbers: Any) -> Any:
     """A batch, filled as a loader fills it."""
     numbers = list(numbers)
-    batch = data.new_batch(len(numbers), ordinary)
-    failures = data.fill(batch, list(enumerate(numbers)), 5, 0)
+    batch = view_of(data).new_batch(len(numbers), ordinary)
+    failures = view_of(data).fill(batch, list(enumerate(numbers)), 5, 0)
     if failures:
         raise failures[0][1]
-    return data.finish_batch(batch)
+    return view_of(data).finish_batch(batch)
 
 
 # --- samples and batches
@@ -233,46 +234,9 @@ def test_leaf_that_is_no_leaf_is_refused(text: str, tmp_path: Path) -> None:
         Leaf.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"fields": ()}, "fields must be a str"),
-        ({"fields": (1,)}, "must be a str"),
-        ({"fields": ("jpg;cls",)}, "some are images"),
-        ({"fields": ("cls",), "transform": CROP}, "fields= has none"),
-        ({"fields": ("jpg", "png"), "transform": CROP}, "fields= has jpg, png: name it"),
-        ({"fields": ("jpg?",), "transform": CROP}, "'jpg' as optional"),
-        ({"fields": ("jpg", "png?"), "transform": {"jpg": CROP, "png": CROP}}, "'png' as optional"),
-        ({"fields": ("png;jpg",), "transform": {"jpg": CROP}}, "transform names 'jpg', and fields= has png"),
-        ({"fields": {"x": "jpg"}, "transform": {"jpg": CROP}}, "transform names 'jpg', and fields= has x"),
-        ({"fields": ("jpg",), "decode": lambda members: 1}, "a function as decode="),
-    ],
-)
-def test_fields_that_do_not_go_with_the_rest_are_refused_at_once(
-    arguments: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        opened(tmp_path, tar(mixed, 1), **arguments)
-
-
 def test_transform_that_is_set_later_is_checked_too(tmp_path: Path) -> None:
     data = opened(tmp_path, tar(mixed), fields=(IMAGES, "cls"))
     with pytest.raises(ArgumentError, match="transform names 'png'"):
         data.transform = {"png": CROP}
     data.transform = lambda sample: sample[1] + 100
     assert data[5] == 105
-
-
-@pytest.mark.parametrize(
-    ("features", "arguments", "says"),
-    [
-        (None, {"fields": ("image",)}, "pass features="),
-        ({"image": bytes}, {"fields": ("label",)}, "fields= names 'label', and features= has image"),
-        ({"image": bytes}, {"fields": ("image",), "decode": len}, "leave one out"),
-    ],
-)
-def test_features_and_fields_have_to_agree(
-    features: Any, arguments: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        fastload.TFRecordDataset(write(tmp_path, examples(1)), features, **arguments)

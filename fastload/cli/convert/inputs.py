@@ -236,7 +236,6 @@ class _ShardsInput:
                 FORMATS[self.kind].splitter,
                 ahead=ahead,
                 pool=pool,
-                counters=Counters(),
                 ordinal=ordinal,
                 offset=offset or 0,
             )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-MODES = ("raw", "dct", "shrunk", "decoded")
 RECORD_BYTES = 200  # header and padding of a record, and its place in the index
 WORKER_REQUESTS = 128
 NODE_REQUESTS = 1024

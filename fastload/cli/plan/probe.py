@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,11 +14,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import fastload
+from fastload.cache.codecs import CODECS, CacheCodec, Images
 from fastload.cache.maintenance import Disk, measure_disk
 from fastload.cli.plan.model import Data, Mode
 from fastload.errors import ArgumentError, DecodeError, StoreError
-from fastload.images import decode_resized, shrink
-from fastload.images.dct import available, to_dct
+from fastload.formats.sample import dump, load
 from fastload.metrics.machine import Cores
 from fastload.store.manifest import Manifest
 
@@ -125,32 +126,33 @@ def probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
     """Bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
-    side, quality = cache["short_side"], cache["quality"]
-    shrunk, shrink_cpu = timed(lambda data: shrink(data, side, quality), payloads)
-    pixels, decode_cpu = timed(lambda data: decode_resized(data, side), payloads)
-    if not shrunk or not pixels:
-        shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
-        raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
-    lossless: list[tuple[str, list[Any], float]] = [("raw", payloads, 0.0)]
-    if available():
-        lossless.append(("dct", *timed(to_dct, payloads)))
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
-    for name, samples, prepare_cpu in (
-        *lossless,
-        ("shrunk", shrunk, shrink_cpu),
-        ("decoded", pixels, decode_cpu),
-    ):
-        sizes = [sample.nbytes if isinstance(sample, np.ndarray) else len(sample) for sample in samples]
-        stored = sum(sizes) / len(sizes)
+    for kind in CODECS.values():
+        codec = kind(cache["short_side"], cache["quality"]).for_images(Images.CROPPED)
+        if codec.chooses or not isinstance(codec, kind):  # not available here
+            continue
+        records, encode_cpu = timed(partial(_record, codec), payloads)
+        samples = [codec.open(load(one) if codec.packs else one) for one in records]
+        if not samples:
+            _record(codec, payloads[0])  # raises the reason: damage, or a format that needs Pillow
+            raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
+        stored = sum(map(len, records)) / len(records)
         batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
         _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
-        grown = stored * scale if name in ("raw", "dct") else stored
-        modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
+        grown = stored * scale if codec.lossless else stored
+        prepare_cpu = 0.0 if codec.keeps_bytes else encode_cpu
+        modes[codec.mode] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
+
+
+def _record(codec: CacheCodec, image: bytes) -> Any:
+    """Return the record of an image in a cache."""
+    kept = codec.encode(image)
+    return dump(kept) if codec.packs else kept
 
 
 def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:

@@ -141,8 +141,7 @@ def _together(
     """
     pool = ReadPool(_AT_ONCE, Counters())
     readers = [
-        ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool, counters=Counters())
-        for shard in chosen
+        ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool) for shard in chosen
     ]
     machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
     sizes, images, going = list[int](), list[bytes](), list(readers)
