@@ -39,9 +39,9 @@ from bench.measure.epochs import (
 )
 from bench.peers.peer import Peer, Run
 from fastload import Cache, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
+from fastload.cache.codecs import MODES
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.cli.measurement import describe_machine
-from fastload.cli.plan.model import MODES
 
 FEATURES = {"image": bytes, "label": int}
 

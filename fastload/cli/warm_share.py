@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
     def anywhere(self) -> Target:
         """The same for processes in other directories: without relative paths."""
-        from fastload.cache.checks import absolute
+        from fastload.cache.cache import absolute
         from fastload.store import open_store
         from fastload.store.local import LocalStore
 

@@ -26,6 +26,7 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Raw
 from fastload.cache.keys import KeyTable
 from fastload.cache.listings import Listings
+from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.protocols import (
@@ -33,7 +34,7 @@ from fastload.datasets.protocols import (
     note_prefetch,
     overriding_method,
 )
-from fastload.datasets.sample_fields import Transform, check_function
+from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError

@@ -197,26 +197,6 @@ def test_decoding_of_masks_on_the_device_is_refused(tmp_path: Path) -> None:
         DataLoader(data, 1, decode="dali")
 
 
-def test_pairs_train_with_workers_and_resume_with_another_number_of_them(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache", mode="shrunk", short_side=160)
-    data = pairs(tmp_path / "data", [mask()] * 40, cache=cache)
-    loader = DataLoader(data, 8, shuffle=True, num_workers=2, seed=3)
-    first = list(loader)
-    for batch in first:
-        assert (batch["jpg"][:, 0].float() - batch["seg.png"][:, 0] - 8).abs().max() <= 8 + NEAR
-    assert sorted(int(one) for batch in first for one in batch["cls"]) == list(range(40))
-    iterator = iter(loader)
-    seen = [next(iterator) for _ in range(2)]
-    state = loader.state_dict()
-    rest = list(iterator)
-    resumed = DataLoader(data, 8, shuffle=True, num_workers=1, seed=3)
-    resumed.load_state_dict(state)
-    again = list(resumed)
-    for ours, theirs in zip(again, rest, strict=True):
-        assert all(torch.equal(ours[name], theirs[name]) for name in ("jpg", "seg.png", "cls"))
-    assert sorted(int(one) for batch in [*seen, *again] for one in batch["cls"]) == list(range(40))
-
-
 def boxes(sample: dict[str, Any]) -> int:
     return len(sample["boxes"])
 

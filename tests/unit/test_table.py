@@ -288,7 +288,7 @@ def test_index_outside_of_the_table_is_an_error(table: Any) -> None:
     found = table("label")
     assert found[-1] == found[N - 1] == ROWS[-1]["label"]
     for read in (lambda: found[N], lambda: list(DataLoader(found, batch_sampler=[[0, N]]))):
-        with pytest.raises(IndexError, match="index 12 is out of range for the 12 rows of the table"):
+        with pytest.raises(IndexError, match="index 12 is out of range for 12 rows of the table"):
             read()
 
 
