@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastload.distributed import local_ranks
+from fastload.images.kernel import threads
 from fastload.metrics.machine import payload_limit
 from fastload.store import Store
 from fastload.store.process import ProcessLocal
@@ -27,7 +28,8 @@ class ReadSettings:
     Attributes:
         large_object: bytes from which on an object is read in ranges, side by side.
         range_size: bytes of such a range at most.
-        process_requests: in flight at most from one process. More threads cost more than they bring.
+        process_requests: in flight at most from one process, for each thread of the kernel that it has. More
+            threads cost more than they bring.
         node_requests: in flight at most from all processes of a node, unless the user gives `max_requests`.
         process_bytes: at most, of samples that were read or are being read and were not delivered.
         node_bytes: the same for all processes of a node.
@@ -166,7 +168,10 @@ class Hedging:
 
 
 def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[ConcurrencyLimiter, int]:
-    """Return this process's part of the node's limit of requests and bytes in flight."""
+    """Return this process's part of the node's limit of requests and bytes in flight.
+
+    Threads of the kernel take samples as fast as so many processes, and far stores need requests as many.
+    """
     from torch.utils.data import get_worker_info
 
     settings = settings or SETTINGS
@@ -176,7 +181,8 @@ def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[C
     pinned = store.reading.max_requests
     if pinned is not None:
         return ConcurrencyLimiter(max(1, pinned // processes), pinned=True), size
-    requests = min(settings.process_requests, settings.node_requests // processes)
+    wanted = settings.process_requests * max(1, threads())
+    requests = min(wanted, settings.node_requests // processes)
     return ConcurrencyLimiter(max(1, requests)), size
 
 

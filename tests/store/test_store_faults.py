@@ -286,6 +286,10 @@ def test_a_node_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert process_share(pinned)[0].value == 10
     small = process_share(plain)
     assert small[0].most == 128 and small[1] == 256 << 20
+    monkeypatch.setattr("fastload.fetch.limits.threads", lambda: 4)  # of the kernel
+    assert process_share(plain)[0].most == 128, "the node has no more"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert process_share(plain)[0].most == 512
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert process_share(plain)[0].most == 16 and process_share(plain)[1] == 64 << 20
 
