@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import ROOT, photo_folder
-from fastload.cli.measurement import describe_machine
 from fastload.cli.plan.model import MODES
+from fastload.cli.report import describe_machine
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)

@@ -17,7 +17,7 @@ from xxhash import xxh3_64
 
 from fastload.cache.listings import Listings
 from fastload.cli.convert.sample_forms import SPLITTERS, Sample, sound_payload, split_name
-from fastload.cli.kinds import guess_kind
+from fastload.cli.data_source import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource

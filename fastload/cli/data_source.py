@@ -1,15 +1,25 @@
-"""The datasets that commands make of shards, from a probe of the first records or from options."""
+"""What lies at a URL: images in one folder per class, other objects, or shards of a kind; and its dataset."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.kinds import Kind
+from fastload.cli.command_options import CacheMode, CacheOptions, check_usable
 from fastload.errors import ArgumentError, NotFoundError
 
+FolderUrl = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="Images in one folder per class, or tar or TFRecord shards: s3://bucket/prefix, a path, ...",
+    ),
+]
 FieldsOption = Annotated[
     str | None,
     typer.Option(
@@ -28,6 +38,58 @@ _TYPES: dict[str, Any] = {"bytes": bytes, "str": str, "int": int, "float": float
 _TYPES |= {f"[{name}]": [kind] for name, kind in _TYPES.items()}
 _RECORDS = 64  # that are looked at
 _BYTES = 8 << 20
+
+
+class Kind(StrEnum):
+    """What a source is."""
+
+    auto = "auto"
+    folder = "folder"
+    objects = "objects"
+    tar = "tar"
+    tfrecord = "tfrecord"
+
+
+SHARDS = (Kind.tar, Kind.tfrecord)
+
+
+def find_kind(url: str, options: dict[str, Any]) -> Kind:
+    """The kind of what is at `url`: by its name, where that names shards, else by the first keys below it.
+
+    Raises:
+        ArgumentError, StoreError: as a dataset's.
+    """
+    from fastload.shards.urls import expand_braces
+    from fastload.store import open_store
+
+    url = next(expand_braces(url))
+    last = url.rpartition("/")[2]
+    if last.endswith(".json"):  # wids
+        return Kind.tar
+    named = _shards_of([last])
+    if named is not None:
+        return named
+    store = open_store(re.split(r"/[^/]*[*?\[]", url)[0], **options)
+    return guess_kind([info.key for info in next(store.list(), [])])
+
+
+def guess_kind(keys: list[str]) -> Kind:
+    """The kind of objects with these keys. Images in folders count before shards that lie beside them."""
+    from fastload.store.listing import IMAGE_EXTENSIONS
+
+    images = [key for key in keys if key.lower().endswith(IMAGE_EXTENSIONS)]
+    if images and all("/" in key for key in images):
+        return Kind.folder
+    return _shards_of(keys) or Kind.objects
+
+
+def _shards_of(keys: list[str]) -> Kind | None:
+    from fastload.shards import tar, tfrecord
+
+    for kind, names in ((Kind.tar, tar.NAMES), (Kind.tfrecord, tfrecord.NAMES)):
+        if any(re.fullmatch(names.pattern, key.lower(), re.DOTALL) for key in keys):
+            return kind
+    return None
 
 
 class FirstRecords(NamedTuple):
@@ -185,3 +247,63 @@ def _parse_features(text: str) -> dict[str, Any]:
             "its first epoch fill the cache"
         )
     return features
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is warmed, and the cache of it: each node opens its own."""
+
+    url: str
+    cache: str
+    cached: CacheOptions
+    objects: bool
+    fields: str | None
+    features: str | None
+    storage_options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Leave out the options, which may be secrets."""
+        return f"Target({self.url!r}, cache={self.cache!r})"
+
+    def anywhere(self) -> Target:
+        """The same for processes in other directories: without relative paths."""
+        from fastload.cache.checks import absolute
+        from fastload.store import open_store
+        from fastload.store.local import LocalStore
+
+        store = open_store(self.url, **self.storage_options)
+        url = store.address if isinstance(store, LocalStore) else self.url
+        return replace(self, url=url, cache=absolute(self.cache))
+
+    def open(self, listing_max_age: float | str) -> tuple[Any, Kind]:
+        """The dataset over the listed objects, and the kind of the data."""
+        import fastload
+
+        kept = self.cached.open(self.cache)
+        check_usable(kept)
+        kind = Kind.objects if self.objects else find_kind(self.url, self.storage_options)
+        arguments: dict[str, Any] = {
+            "cache": kept,
+            "storage_options": self.storage_options,
+            "listing_max_age": listing_max_age,
+        }
+        as_training: dict[str, Any] = {}
+        if self.cached.mode is CacheMode.dct:  # its records are for transforms that decode them
+            as_training["transform"] = fastload.CenterCrop(224)
+        dataset: Any
+        if kind in SHARDS:
+            if kind is Kind.tfrecord:
+                arguments |= as_training
+            dataset = open_shards(kind, self.url, self.fields, self.features, **arguments)
+        elif self.fields is not None or self.features is not None:
+            raise ArgumentError(f"--fields and --features are for shards, and {self.url!r} holds none")
+        else:
+            kind = Kind.objects if self.objects else Kind.folder
+            if self.objects:
+                arguments |= as_training
+            dataset = (fastload.ObjectDataset if self.objects else fastload.ImageFolder)(
+                self.url, **arguments
+            )
+        if dataset.cache is None:
+            raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
+        return dataset, kind
