@@ -84,12 +84,10 @@ def guess_kind(keys: list[str]) -> Kind:
 
 
 def _shards_of(keys: list[str]) -> Kind | None:
-    from fastload.shards import tar, tfrecord
+    from fastload.shards.formats import format_of
 
-    for kind, names in ((Kind.tar, tar.NAMES), (Kind.tfrecord, tfrecord.NAMES)):
-        if any(re.fullmatch(names.pattern, key.lower(), re.DOTALL) for key in keys):
-            return kind
-    return None
+    form = format_of(key.lower() for key in keys)
+    return None if form is None or form.name not in SHARDS else Kind(form.name)
 
 
 class FirstRecords(NamedTuple):
@@ -136,18 +134,18 @@ def list_shards(kind: Kind, url: str, *, cache: Any, storage_options: dict[str, 
         ArgumentError, NotFoundError, AccessDeniedError, StoreError.
     """
     from fastload.cache.listings import Listings
-    from fastload.shards import tar, tfrecord
     from fastload.shards.catalog import ShardList
+    from fastload.shards.formats import FORMATS
 
-    module: Any = tar if kind is Kind.tar else tfrecord
+    form = FORMATS[kind.value]
     shards = ShardList(
         url,
-        module.NAMES,
+        form,
         compression=None,
         listings=Listings.of(cache, 0),
         storage_options=storage_options,
     )
-    return shards, module.FORM
+    return shards, form
 
 
 def image_dataset(kind: Kind, url: str, transform: Any, first: FirstRecords, **arguments: Any) -> Any:
@@ -194,7 +192,7 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
                     record.error.key = f"{shards[number].key} @ {record.offset}"
                     raise record.error
                 size += record.size
-                records.append(contents(form, record.payload))
+                records.append(form.read_fields(record.payload))
             reader.close()
             if records:
                 break
@@ -209,19 +207,6 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
             "command measures images"
         )
     return FirstRecords(image, size / len(records))
-
-
-def contents(form: Any, payload: Any) -> dict[str, Any]:
-    """Member or feature -> its bytes, of those that are single bytes."""
-    from fastload.formats.tar import read_sample
-    from fastload.formats.tfrecord import read_example
-
-    if form.name.startswith("tar"):
-        return dict(read_sample(payload)[1])
-    features = read_example(payload)
-    return {
-        name: values[0] for name, values in features.items() if isinstance(values, list) and len(values) == 1
-    }
 
 
 def _parse_fields(text: str) -> Any:

@@ -11,7 +11,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
-from fastload.loader.revision import NEEDS_INDEX, enter
+from fastload.loader.resume import NEEDS_INDEX, enter, sources_of
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
 from fastload.order.order import is_stateful
 from fastload.order.sampler import indexed_length, known_length
@@ -152,12 +152,12 @@ class BlackBox:
                 )
         else:
             place = {"batches": 0, "ahead": [], "sampler": None}
-        left_out = self.loader_context.left_out
-        enter(loader, left_out, chosen, place)
-        length = left_out.steps(chosen, known_length(loader))
+        exclusions = self.loader_context.exclusions
+        enter(loader, chosen, place)
+        length = exclusions.steps(chosen, known_length(loader))
         if length is not None and numbers[-1] >= length:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
-        left_out.skip(chosen, numbers)
+        exclusions.skip(chosen, numbers)
 
     def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.
@@ -190,8 +190,8 @@ class BlackBox:
         epoch, place = self._place_to_change("exclude")
         named = [one.index if isinstance(one, SampleAt) else one for one in _as_list(samples)]
         indices = _indices_of(self.dataset, named)
-        self.loader_context.left_out.exclude(
-            self.dataset, indices, epoch, place["batches"], sorted(place["ahead"])
+        self.loader_context.exclusions.exclude(
+            sources_of(self.dataset), indices, epoch, place["batches"], sorted(place["ahead"])
         )
 
     def _place_to_change(self, what: str) -> tuple[int, Mapping[str, Any]]:

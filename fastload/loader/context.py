@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from fastload.datasets.wrappers import fastload_datasets
 from fastload.distributed import find_rank
 from fastload.loader.history import History
-from fastload.loader.left_out import LeftOut
 from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import BadSamples, Counters, Meter
+from fastload.order.exclusions import Exclusions
 from fastload.store.allowance import Allowance, Asked
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.log_writer import LogWriter
@@ -34,7 +34,7 @@ class LoaderContext:
         bad: samples that could not be read or decoded.
         position: how much was handed out.
         history: what the orders of past epochs were made from.
-        left_out: samples and steps.
+        exclusions: samples and steps that are left out.
         digest: of all that was handed out.
         remote_caches: what pulls and pushes for them.
         log: of each sample that was handed out, with `sample_log=`.
@@ -47,7 +47,7 @@ class LoaderContext:
     bad: BadSamples = field(default_factory=BadSamples)
     position: LoaderState = field(default_factory=LoaderState)
     history: History = field(default_factory=History)
-    left_out: LeftOut = field(default_factory=LeftOut)
+    exclusions: Exclusions = field(default_factory=Exclusions)
     digest: Digest = field(default_factory=Digest)
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None

@@ -267,7 +267,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         context.flush_log()
         return context.position.state_dict(self) | {
             "history": context.history.state(),
-            "left_out": context.left_out.state(),
+            "exclusions": context.exclusions.state(),
             "digest": context.digest.state(),
             "made_from": describe(self),
         }
@@ -305,7 +305,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         with reading_state("state_dict", "load it as state_dict() returned it"):
             state_dict = context.position.load_state_dict(self, state_dict)
             context.history.load(state_dict)
-            context.left_out.load(state_dict["left_out"])
+            context.exclusions.load(state_dict["exclusions"])
             context.digest.load(state_dict["digest"], *find_part(self))
         if context.log is not None:
             context.log.run_resumes()

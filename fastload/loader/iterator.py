@@ -19,10 +19,11 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
-from fastload.loader.revision import Revision, begin
+from fastload.loader.resume import filter_of
 from fastload.loader.schedule import IndexSchedule, Schedule
 from fastload.loader.stages import new_device, new_executor, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
+from fastload.order.exclusions import Filter
 from fastload.order.state import reading_state
 from fastload.workers.executor import Arrival, Executor
 
@@ -41,7 +42,6 @@ class LoaderIterator(TorchIterator):
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
     _progress: Progress
-    _revision: Revision
 
     def __init__(self, loader: Any, context: LoaderContext) -> None:
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
@@ -92,8 +92,8 @@ class LoaderIterator(TorchIterator):
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
-        if self._revision.changed:
-            self._follow_rules()
+        if self._progress.filter is not None and self._progress.filter.changed:
+            self._follow_exclusions(self._progress.filter)
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
             if arrival.seq in self._outdated:
@@ -252,27 +252,27 @@ class LoaderIterator(TorchIterator):
 
     # --- what is left out
 
-    def _follow_rules(self) -> None:
-        """The rules have changed: revise once more what was given out and was not handed out."""
-        revision, progress = self._revision, self._progress
-        before, newer = revision.excluded, revision.newer(progress.batches)
-        if newer.excluded != before:
-            self._executor.leave_out(newer.excluded)
+    def _follow_exclusions(self, older: Filter) -> None:
+        """Edit once more what was given out and was not handed out, as more or less is left out now."""
+        progress = self._progress
+        before, newer = older.withheld, older.newer(progress.batches)
+        if newer.withheld != before:
+            self._executor.leave_out(newer.withheld)
         for seq in self._reorder.expected():
             given = progress.given_out(seq - self._first)
             if given is None:
                 continue
-            revised = newer(given.step, given.index)
-            same = revised is not None and revised.replaced == given.revised.replaced
-            if same and not newer.may_choose(given.revised, before):
+            edited = newer(given.step, given.index)
+            same = edited is not None and edited.replaced == given.edited.replaced
+            if same and not newer.may_choose(given.edited, before):
                 continue
-            index = None if revised is None else revised.index
+            index = None if edited is None else edited.index
             if self._reorder.has(seq) or not self._executor.revise(seq, index):
                 self._outdated.add(seq)
-            elif revised is None:
+            elif edited is None:
                 self._reorder.forget(seq)
-            progress.revise(seq - self._first, revised)
-        revision.take_over(newer)  # last: after Ctrl-C all of this is done again
+            progress.edit(seq - self._first, edited)
+        progress.filter = newer  # last: after Ctrl-C all of this is done again
 
     def _make_again(self, arrival: Arrival) -> None:
         """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
@@ -292,7 +292,7 @@ class LoaderIterator(TorchIterator):
             self._reorder.expect_again(seq)
             self._outdated.discard(seq)
             self._discard(arrival)
-            index = given.revised.index
+            index = given.edited.index
             self._executor.submit(worker_id, seq, index, encoded=self._encoded, again=True)
         except BaseException:  # Ctrl-C: nobody may wait for this batch, which whoever resumes gets
             self._reorder.forget(seq)
@@ -351,10 +351,8 @@ class LoaderIterator(TorchIterator):
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
-        self._revision = begin(loader, context.left_out, self._progress, self._seed)
-        self._sampler_iter = context.position.started(
-            self._progress, base_seed, self._sampler_iter, self._revision
-        )
+        self._progress.filter = filter_of(loader, self._progress, self._seed)
+        self._sampler_iter = context.position.started(self._progress, base_seed, self._sampler_iter)
         self._num_yielded = self._progress.batches
 
     def _start_epoch(self, loader: Any) -> None:
@@ -382,8 +380,8 @@ class LoaderIterator(TorchIterator):
             streamed=self._schedule.streamed,
             shared_seed=self._shared_seed,
         )
-        if self._revision.excluded:
-            self._executor.leave_out(self._revision.excluded)
+        if self._progress.filter is not None and self._progress.filter.withheld:
+            self._executor.leave_out(self._progress.filter.withheld)
         if self._executor.concurrent:
             self._fill()
 

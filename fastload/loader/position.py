@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
-from fastload.loader.left_out import Revised
 from fastload.loader.stream_epoch import StreamEpoch
+from fastload.order.exclusions import Edited, Filter
 from fastload.order.order import Order, check_of
 from fastload.order.sampler import DistributedSampler
-
-Revise = Callable[
-    [int, Any], Revised | None
-]  # (step, index batch) -> what is given to a worker; None: skipped
 
 _END = object()
 
@@ -44,7 +40,7 @@ class GivenOut(NamedTuple):
 
     step: int
     index: Any
-    revised: Revised
+    edited: Edited
 
 
 class Progress:
@@ -79,6 +75,7 @@ class Progress:
         self.drawn: tuple[int, int | None] = (0, 0)  # of a checked order: batches, and the sum over them
         self.steps_left_out = 0  # of those that were skipped, in the prefix
         self.workers = workers
+        self.filter: Filter | None = None  # what is left out
         # Plain data, as it stands in a state. "batches": in the prefix of the order that was handed out;
         # "ahead": batches handed out beyond it, which in_order=False allows; "sampler": its state after the
         # prefix; "origin" and "generators": what the order is made from, None until its first index is drawn;
@@ -146,7 +143,7 @@ class Progress:
                 deque(passed, maxlen=0)
         return index_batches
 
-    def watch(self, index_batches: Iterator[Any], revise: Revise) -> Iterator[Any]:
+    def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """What of it is to be handed out, with note of it. The n-th of these has ticket n, from 0."""
         order, passed, check, ticket = self._order, frozenset(self.place["ahead"]), self.place["check"], 0
         drawing = order.drawing()  # once: to ask for torch's default device takes microseconds
@@ -169,25 +166,25 @@ class Progress:
                 self.drawn = (number + 1, check)
             if number in passed:
                 continue
-            revised = revise(number, index)
-            if revised is None:
+            edited = Edited(index, {}) if self.filter is None else self.filter(number, index)
+            if edited is None:
                 self._skipped.add(number)
             else:
-                self._due[ticket] = GivenOut(number, index, revised)
+                self._due[ticket] = GivenOut(number, index, edited)
                 ticket += 1
-                yield revised.index
+                yield edited.index
         self._after[-1] = {"sampler": order.sampler_state()}
 
     def given_out(self, ticket: int) -> GivenOut | None:
         """What was given out with this ticket; None where it was handed out, or is skipped now."""
         return self._due.get(ticket)
 
-    def revise(self, ticket: int, revised: Revised | None) -> None:
-        """What was given out is revised once more before it is handed out; None: its step is skipped now."""
-        if revised is None:
+    def edit(self, ticket: int, edited: Edited | None) -> None:
+        """Note that what was given out is edited before it is handed out; None: its step is skipped now."""
+        if edited is None:
             self._skipped.add(self._due.pop(ticket).step)
         else:
-            self._due[ticket] = self._due[ticket]._replace(revised=revised)
+            self._due[ticket] = self._due[ticket]._replace(edited=edited)
 
     def began(self, worker_id: int = 0, state: Any = None) -> None:
         """The state of the dataset before anything was read from it in this epoch."""
@@ -214,7 +211,7 @@ class Progress:
         given = self._due.pop(ticket)
         self.place["ahead"].append(given.step)
         self._advance()
-        return given.step, len(given.revised.replaced)
+        return given.step, len(given.edited.replaced)
 
     def _advance(self, *, ended: bool = False) -> None:
         """The prefix goes on over what was handed out, and over skipped batches before that.

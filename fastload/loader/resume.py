@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,13 +18,17 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
+from fastload.datasets.substitutes import substitutes
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-from fastload.loader.position import Progress, Revise
+from fastload.loader.position import Progress
 from fastload.loader.stream_epoch import Streams, check_streams
+from fastload.order.exclusions import Filter, Reading
 from fastload.order.order import Order, draw_seed
-from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
+from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import VERSION, check_state
 from fastload.trace.identity import Contents, changes_since, check_identity
+from fastload.workers.on_error import REPLACEMENTS
 from fastload.workers.sources import load_dataset
 
 _BEGINNING: dict[str, Any] = {"batches": 0, "ahead": [], "sampler": None}  # of an epoch
@@ -158,14 +163,12 @@ class LoaderState:
         self._progress = progress
         return progress
 
-    def started(
-        self, progress: Progress, base_seed: int, index_batches: Iterator[Any], revise: Revise
-    ) -> Iterator[Any]:
+    def started(self, progress: Progress, base_seed: int, index_batches: Iterator[Any]) -> Iterator[Any]:
         """torch has drawn the base seed and made the sampler's iterator. Returns the rest of the order."""
         progress.base_seed, self._coming = base_seed, None
         if self._again is not None:
             index_batches = progress.order_again(index_batches)
-        return index_batches if progress.unordered else progress.watch(index_batches, revise)
+        return index_batches if progress.unordered else progress.watch(index_batches)
 
     # --- where the loader is
 
@@ -353,3 +356,76 @@ _ADVICE = {
     "num_replicas": f"{_SAME_ORDER}; fastload.DistributedSampler can resume with other numbers of ranks",
     "num_workers": "its dataset keeps a state in each worker; resume with as many workers",
 }
+
+
+# --- exclusions
+
+NEEDS_INDEX = (
+    "needs samples that have an index, and these shards are read as streams: index them first with "
+    "`fastload index URL`, or read them once through a cache"
+)
+
+
+def sources_of(dataset: Any) -> dict[str, int]:
+    """Return source of a mixture, else "" -> its number of samples."""
+    return view_of(dataset).lengths(len(dataset))
+
+
+def reading_of(
+    loader: Any, seed: int, epoch: int, rank: int | None = None, replicas: int | None = None
+) -> Reading:
+    """Return how a rank reads an epoch; by default the loader's."""
+    order, dataset = Order(loader), loader.dataset
+    sampler, samples = order.stateful, None
+    if isinstance(sampler, DistributedSampler):
+        samples = dataset.num_samples if order.mixture is not None else indexed_length(sampler.dataset)
+        if rank is not None or replicas is not None:
+            own = sampler.rank if rank is None else rank
+            sampler = sampler.at(0, 0, rank=own, replicas=replicas or sampler.num_replicas)
+    view, length = view_of(dataset), len(dataset)
+    return Reading(
+        epoch,
+        sources_of(dataset),
+        functools.partial(view.position, length=length),
+        functools.partial(substitutes, dataset, seed, epoch),
+        REPLACEMENTS if loader.on_error == "replace" else 0,
+        loader.batch_sampler is not None,
+        getattr(sampler, "column", order.rank if rank is None else rank),
+        replicas or order.replicas or 1,
+        samples,
+    )
+
+
+def samples_per_step(loader: Any, replicas: int) -> int:
+    """Return the samples of a step over all ranks. 1 where batches have no fixed size, see `Segment`."""
+    size = 1 if loader.batch_sampler is None else Order(loader).batch_size
+    return size * replicas if isinstance(size, int) else 1
+
+
+def enter(loader: Any, epoch: int, place: Mapping[str, Any]) -> None:
+    """Note how many samples over all ranks a step has from this place of an epoch on."""
+    order = Order(loader)
+    sampler = place["sampler"] or {}
+    known = isinstance(order.stateful, DistributedSampler) and sampler.get("state") and place["batches"]
+    loader.loader_context.exclusions.enter(
+        epoch,
+        place["batches"],
+        samples_per_step(loader, order.replicas or 1),
+        int(sampler["state"]["consumed"]) if known else None,
+    )
+
+
+def filter_of(loader: Any, progress: Progress, seed: int) -> Filter | None:
+    """Return what is left out of an iteration that begins; None where its samples have no index.
+
+    Raises:
+        ArgumentError: something is left out, and the samples of this epoch have no index.
+    """
+    exclusions, epoch, step = loader.loader_context.exclusions, progress.epoch, progress.batches
+    if not progress.unordered:
+        exclusions.leave(epoch)
+        enter(loader, epoch, progress.place)
+        return Filter(exclusions, reading_of(loader, seed, epoch), step)
+    if exclusions.samples_at(epoch, step) or exclusions.epoch(epoch).skipped:
+        raise ArgumentError(f"samples are excluded or steps are skipped, which {NEEDS_INDEX}")
+    return None

@@ -18,7 +18,8 @@ from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.history import go_on
 from fastload.loader.order_at import index_batch_at, order_of_streams, ranks_at, record_to_come
-from fastload.loader.revision import enter, reading_of, samples_per_step
+from fastload.loader.resume import enter, reading_of, samples_per_step
+from fastload.order.exclusions import Exclusions, Filter
 from fastload.workers.sample_threads import GeneratorStates
 
 
@@ -93,25 +94,24 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     if begun and epoch == running and not record["streamed"]:  # other ranks may go on than those so far
         place = context.position.place(loader)[1]
         go_on(loader, record, place)
-        enter(loader, context.left_out, epoch, place)
+        enter(loader, epoch, place)
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]
     per_step = None if world_size is None else samples_per_step(loader, world_size)
-    rules = context.left_out.at(epoch, step, per_step)
-    if not rules:
+    reading = reading_of(loader, seed or 0, epoch, rank, world_size or ranks_at(record, step))
+    chosen = Filter(context.exclusions, reading, step, per_step)
+    if not chosen:
         return Step(step, index, {}, seed, epoch, per_step)
     if seed is None:
         raise ArgumentError(
             f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
             "the DataLoader a seed="
         )
-    ranks = world_size or ranks_at(record, step)
-    reading = reading_of(loader, seed, epoch, rank, ranks)
-    revised = rules.revise(reading, step, index)
-    if revised is None:
+    edited = chosen(step, index)
+    if edited is None:
         return Step(step, None, {}, seed, epoch, per_step)
-    replaces = {row: before for row, (_, before) in revised.replaced.items()}
-    return Step(step, revised.index, replaces, seed, epoch, per_step)
+    replaces = {row: before for row, (_, before) in edited.replaced.items()}
+    return Step(step, edited.index, replaces, seed, epoch, per_step)
 
 
 def samples_at(loader: Any, found: Step) -> list[SampleAt]:
@@ -175,8 +175,8 @@ def batch_at(loader: Any, found: Step) -> Any:
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
-    left_out = loader.loader_context.left_out
-    again.loader_context.left_out = left_out.exclusions_at(found.epoch, found.number, found.per_step)
+    excluded = loader.loader_context.exclusions.samples_at(found.epoch, found.number, found.per_step)
+    again.loader_context.exclusions = Exclusions(excluded)
     states = GeneratorStates()
     try:
         with _as_in(loader, found):

@@ -29,7 +29,7 @@ _ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sa
 _FURTHER = {
     *("dataset", "sampler_length", "num_replicas", "batch_size", "num_workers", "seed", "ahead", "origin"),
     *("check", "next_worker", "generators", "workers", "coming", "samples"),
-    *("history", "left_out", "digest", "made_from"),
+    *("history", "exclusions", "digest", "made_from"),
 }
 _CLASS = re.compile(r"GLOBAL (\S+)")
 _SHOWN = 8  # places in a message

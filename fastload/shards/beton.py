@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
-from fastload.datasets.warm import Warmed
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,
@@ -27,52 +27,36 @@ from fastload.formats.beton import (
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.index import RecordId, RecordOffsets
-from fastload.shards.own_index import OwnIndexForm, read_head
+from fastload.shards.formats import BETON
+from fastload.shards.index import RecordOffsets
+from fastload.shards.own_index import index_shards, read_head
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
-from fastload.shards.urls import Wanted
 from fastload.store import Store
 from fastload.store.retry import Wait, sleep
 
-_NAMES = Wanted(
-    r".*\.(?:beton|ffcv)",
-    "named as a file of FFCV (.beton). Read MDS with fastload.MDSDataset, LitData with fastload.LitDataset, "
-    "and a tar with fastload.TarDataset",
-)
 _PIECE = 8 << 20  # bytes of a request for the tables
 
 
-class _Beton(OwnIndexForm):
-    """See `ShardFormat`. `fields`: those of the first file, which all others must have."""
-
-    name = "beton-1"
-
-    def __init__(self, fields: list[BetonField]) -> None:
-        self._fields = fields
-
-    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
-        header, fields = read_fields(store, shard, wait)
-        if fields != self._fields:
-            raise DecodeError(
-                f"the fields are {_text(fields)}, and the first file has {_text(self._fields)}: read them as "
-                "two datasets"
-            )
-        row_bytes = row_type(fields).itemsize
-        end = header.rows + header.samples * row_bytes
-        if end > header.allocation:
-            raise DecodeError(
-                f"the file would have {header.samples:,} samples, more than fit into it: it is damaged"
-            )
-        rows = _read(store, shard, header.rows, end, wait)
-        allocated = _read(store, shard, header.allocation, shard.size, wait)
-        heads = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)
-        return RecordOffsets(
-            parts_of(header, row_bytes, memoryview(allocated)), {}, compressed=False, heads=heads
+def _read_index(expected: list[BetonField], store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
+    """See `index_shards`. `expected`: the fields of the first file, which all others must have."""
+    header, fields = read_fields(store, shard, wait)
+    if fields != expected:
+        raise DecodeError(
+            f"the fields are {_text(fields)}, and the first file has {_text(expected)}: read them as "
+            "two datasets"
         )
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> NoReturn:
-        raise NotImplementedError  # it is never streamed, see `BetonDataset`
+    row_bytes = row_type(fields).itemsize
+    end = header.rows + header.samples * row_bytes
+    if end > header.allocation:
+        raise DecodeError(
+            f"the file would have {header.samples:,} samples, more than fit into it: it is damaged"
+        )
+    rows = _read(store, shard, header.rows, end, wait)
+    allocated = _read(store, shard, header.allocation, shard.size, wait)
+    heads = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)
+    offsets = parts_of(header, row_bytes, memoryview(allocated))
+    return RecordOffsets(offsets, {}, compressed=False, heads=heads)
 
 
 class BetonDataset(ShardDataset):
@@ -129,7 +113,7 @@ class BetonDataset(ShardDataset):
         kept_in = as_cache(cache)
         shards = ShardList(
             url,
-            _NAMES,
+            BETON,
             compression="",
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
@@ -145,27 +129,16 @@ class BetonDataset(ShardDataset):
         }
         super().__init__(
             url,
-            _Beton(found),
+            BETON,
+            shards,
             ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             fingerprint=fingerprint,
             cache=kept_in,
             shape=shape,
-            shards=shards,
+            read_index=functools.partial(index_shards, functools.partial(_read_index, found)),
         )
-
-    def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
-        """Read these files into the cache, a request a sample. As `ObjectDataset.warm`."""
-        found = {shard: self.index_of(shard) for shard in shards}
-        return self.warm(
-            RecordId(shard, ordinal).pack()
-            for shard, records in found.items()
-            for ordinal in range(0 if records is None else len(records.offsets))
-        )
-
-    def _random_pays(self) -> bool:
-        return True
 
 
 def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, list[BetonField]]:

@@ -19,9 +19,10 @@ from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreErro
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.pieces import Offsets
 from fastload.formats.tar import parse_wids
+from fastload.shards.formats import FORMATS, ShardFormat
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Named, Wanted, is_index, listed_url, resolve
+from fastload.shards.urls import Named, is_index, listed_url, resolve
 from fastload.store import Store, limited_together, open_store
 from fastload.store.listing import Selection
 from fastload.store.manifest import Manifest
@@ -30,7 +31,6 @@ _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
 _COMPRESSIONS = ("gzip", "zlib", "")
-_STEM_ENDINGS = ("tar", "tfrecord", "tfrecords", "tfrec")  # which wds2idx replaces by .idx
 
 
 class ShardList:
@@ -38,7 +38,7 @@ class ShardList:
 
     Args:
         urls: see `shards.urls`.
-        shards: which objects below a prefix are shards.
+        form: of the shards; it knows them below a prefix by their names.
         compression: of all shards: "gzip", "zlib" or "" (none); None: by the first bytes of each.
         listings: those that are kept.
         storage_options: for `open_store`.
@@ -56,7 +56,7 @@ class ShardList:
     def __init__(
         self,
         urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        shards: Wanted,
+        form: ShardFormat,
         *,
         compression: str | None,
         listings: Listings,
@@ -72,14 +72,14 @@ class ShardList:
         self._listings = listings
         self._options = limited_together(storage_options)
         names, counts = _through_index(urls, self._options)
-        named = resolve(names, shards)
+        named = resolve(names, form, files=in_order)
         self.store, self._manifest = self._find(named)
         self.cacheable = not self._manifest.why_not_cached(self.store)
         keys = [self._manifest.key(number) for number in range(len(self._manifest))]
         self._rows = [number for number, key in enumerate(keys) if not is_index(key)]
         self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
         if not self._rows:
-            raise ArgumentError(f"{named.root!r}: only index files there, and none is {shards.words}")
+            raise ArgumentError(f"{named.root!r}: only index files there, and none is {form.words}")
         prefix = f"{named.root}/"
         if in_order:
             position = {os.fspath(name).removeprefix(prefix): number for number, name in enumerate(names)}
@@ -131,6 +131,10 @@ class ShardList:
     @functools.cached_property
     def _row_numbers(self) -> NDArray[np.int64]:
         return np.array(self._rows, np.int64)
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all shards together."""
+        return sum(self[shard].size for shard in range(len(self)))
 
     def weights(self) -> list[int]:
         """Weights of whole shards: their samples if wids' index has all counts, else their bytes."""
@@ -234,7 +238,8 @@ def index_name(shard: str) -> str:
     ending it could be that of another shard.
     """
     stem, dot, ending = shard.rpartition(".")
-    return f"{stem if dot and ending in _STEM_ENDINGS else shard}.idx"
+    known = any(form.index_files is not None and ending in form.endings for form in FORMATS.values())
+    return f"{stem if dot and known else shard}.idx"
 
 
 def _index_names(key: str, beside: bool) -> list[str]:

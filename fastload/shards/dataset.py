@@ -15,8 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fastload.cache import Cache, Digest, as_cache
-from fastload.cache.listings import Listings
+from fastload.cache import Cache, Digest
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
@@ -28,14 +27,13 @@ from fastload.errors import check_whole_number
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
+from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.own_index import read_own_indexes
 from fastload.shards.record_fields import ChosenFields
-from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
+from fastload.shards.record_source import RECORD_MARK, RecordSource, record_name
 from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
-from fastload.shards.urls import Wanted
 from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep
@@ -67,65 +65,49 @@ class ShardDataset(FieldsDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
-        shards: listed already; or None, and `names`, `compression`, `storage_options` and `listing_max_age`
-            say how to list them.
+        form: of the shards.
+        shards: they, or a function that lists them once the other arguments are checked.
+        fields: of a record; None: a sample is its bytes.
+        index: see `ShardList.indexes`.
+        read_index: adds the records of all shards to the index, where no record is read to know them.
     """
-
-    _knows_keys = True  # of the cache, in this constructor
 
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
+        shards: ShardList | Callable[[], ShardList],
         fields: Fields | None,
         *,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
-        cycle_length: int = 32,
-        block_length: int = 1,
-        shuffle_buffer: int | str = "64MB",
         fingerprint: str | None,
-        cache: Cache | str | os.PathLike[str] | None,
+        cache: Cache | None,
+        streams: StreamOptions = STREAMED,
         index: str | os.PathLike[str] | bool | None = False,
         num_samples: int | None = None,
         shape: Shape | None = None,
-        shards: ShardList | None = None,
-        names: Wanted | None = None,
-        compression: str | None = None,
-        storage_options: dict[str, Any] | None = None,
-        listing_max_age: float | str = 0,
+        read_index: Callable[[ShardList, ShardIndex], None] | None = None,
     ) -> None:
-        self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
+        self._options = streams
         if num_samples is not None:
             check_whole_number("num_samples", num_samples)
         super().__init__(url, decode)
         self._fields, self._shape = fields, shape
         self.transform = transform
-        kept_in = as_cache(cache)
         self._form = form
-        self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
-        if shards is None:
-            assert names is not None
-            shards = ShardList(
-                url,
-                names,
-                compression=compression,
-                listings=Listings.of(kept_in, listing_max_age),
-                storage_options=storage_options or {},
-            )
-        self._shards = shards
-        if not self._shards.cacheable:  # a warning has said why
-            kept_in = None
-        self.cache = kept_in
+        self._step = RecordPrepareStep(cache, fields, decode, fingerprint, transform)
+        self._shards = shards if isinstance(shards, ShardList) else shards()
+        self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
-        for shard, table in self._shards.indexes(index, form.parse_index).items():
-            self._index.add(shard, table)
-        if form.own_index is not None:
-            read_own_indexes(self._shards, self._index, form.own_index)
+        if form.index_files is not None:
+            for shard, table in self._shards.indexes(index, form.index_files.parse).items():
+                self._index.add(shard, table)
+        if read_index is not None:
+            read_index(self._shards, self._index)
         self._reads_at_random = False
         self._hint = num_samples
-        if self._knows_keys:
-            self._settle_mode(sum(shards[shard].size for shard in range(len(shards))))
+        self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
@@ -208,6 +190,8 @@ class ShardDataset(FieldsDataset):
 
         What the cache has is read again only where a shard has no index, or is compressed.
         """
+        if not self._form.in_order:
+            return self.warm(record for shard in shards for record in self._index.records_of(shard))
         return self._filling().run(shards)
 
     def left_to_warm(self, indices: Iterable[int]) -> ToRead:
@@ -287,7 +271,7 @@ class ShardDataset(FieldsDataset):
 
     def _numbering(self) -> str:
         """What decides which record of a shard has which number."""
-        return self._form.name
+        return self._form.code
 
     # --- CacheFilling
 
@@ -363,7 +347,7 @@ class ShardDataset(FieldsDataset):
     def _random_pays(self) -> bool:
         """Whether to read at random now that it can be done: from the cache, or where records are large."""
         count = len(self._index)
-        if count == 0:
+        if count == 0 or not self._form.in_order:
             return True
         compressed = self._index.compressed()
         if self.cache is not None:
@@ -379,7 +363,7 @@ class ShardDataset(FieldsDataset):
 
     def _identity(self, shard: int) -> str:
         key, size, version, _ = self._shards[shard]
-        return repr((self._shards.store.identity, key, size, version, self._form.name))
+        return repr((self._shards.store.identity, key, size, version, self._numbering()))
 
     def _cache_key_at(self, shard: int, offset: int) -> bytes:
         assert self.cache is not None
@@ -391,7 +375,7 @@ class ShardDataset(FieldsDataset):
                 self._shards.store.identity,
                 key,
                 version,
-                self._form.name,
+                self._form.code,
                 *self._step.key,
                 mode=self._step.key_mode,
             )

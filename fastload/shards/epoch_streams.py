@@ -21,9 +21,9 @@ from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
+from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
-from fastload.shards.record_source import ShardFormat
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
 
 _log = logging.getLogger("fastload")
@@ -123,10 +123,10 @@ class RecordBlocks(Protocol):
 class StreamOptions(NamedTuple):
     """cycle_length, block_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
 
-    cycle_length: int
-    block_length: int
-    most_records: int
-    most_bytes: int
+    cycle_length: int = 32
+    block_length: int = 1
+    most_records: int = 1 << 30
+    most_bytes: int = 64_000_000
 
     @classmethod
     def of(cls, cycle_length: Any, block_length: Any, shuffle_buffer: Any) -> StreamOptions:
@@ -138,6 +138,9 @@ class StreamOptions(NamedTuple):
         check_whole_number("cycle_length", cycle_length)
         check_whole_number("block_length", block_length)
         return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
+
+
+STREAMED = StreamOptions()
 
 
 def _buffer(shuffle_buffer: Any) -> tuple[int, int]:
@@ -338,7 +341,7 @@ def open_shard_reader(
     return ShardReader(
         shards.store,
         shard,
-        functools.partial(form.splitter, records=records),
+        functools.partial(form.splitter, offsets=None if records is None else records.offsets),
         ahead=ahead,
         pool=pool,
         counters=counters,

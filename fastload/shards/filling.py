@@ -20,9 +20,10 @@ from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import RecordBlocks, open_shard_reader
+from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.reader import ReadAhead
-from fastload.shards.record_source import ShardFormat, record_name
+from fastload.shards.record_source import record_name
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
 
 _READERS = 2  # the one that is read, and the next

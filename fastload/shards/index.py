@@ -126,6 +126,12 @@ class ShardIndex:
                 self._shards[shard] = records
         return records
 
+    def records_of(self, shard: int) -> list[int]:
+        """Return the packed ids of a shard's records; none, where it is not indexed."""
+        records = self.get(shard)
+        count = 0 if records is None else len(records.offsets)
+        return [RecordId(shard, ordinal).pack() for ordinal in range(count)]
+
     def complete(self) -> bool:
         """Whether all shards are indexed."""
         if self._stops is None and all(self.get(shard) is not None for shard in range(self._count)):

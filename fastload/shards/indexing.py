@@ -13,16 +13,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastload.errors import DecodeError, NotFoundError, ObjectChangedError, ShortReadError
 from fastload.fetch.threads import ReadPool
-from fastload.formats.tar import Member, read_members, wds_index
-from fastload.formats.tfrecord import tfrecord_index
 from fastload.metrics.counters import Counters
+from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.record_source import ShardFormat
 from fastload.store import Store
 
 _SHARDS = 8  # at a time
@@ -110,8 +108,8 @@ class Indexing:
 
     def _read(self, number: int, shard: Shard) -> IndexedShard:
         found: list[RecordOffsets] = []
-        samples: list[tuple[int, list[Member]]] = []
-        tar, fault = self._form.name.startswith("tar"), ""
+        entries, fault = list[Any](), ""
+        index_files = self._form.index_files if self._files else None
         reader = ShardReader(
             self._store,
             shard,
@@ -123,19 +121,17 @@ class Indexing:
         )
         try:
             while (record := reader.next()) is not None:
-                if reader.compressed and self._files:
+                if reader.compressed and index_files is not None:
                     return IndexedShard(number, "compressed")
                 with self._lock:
                     self.read += record.size
                 if record.error is not None:
                     fault = fault or f"at byte {record.offset:,}: {record.error.message}"
-                elif self._files and tar and record.payload is not None:
-                    samples.append((record.offset, read_members(record.payload)[1]))
+                elif index_files is not None:
+                    entries.append(index_files.entry(record))
         finally:
             reader.close()
-        if fault and self._files:
+        if fault and index_files is not None:
             return IndexedShard(number, "failed", fault=fault)
-        file = b""
-        if self._files:
-            file = wds_index(samples) if tar else tfrecord_index(found[0].offsets)
+        file = b"" if index_files is None else index_files.write(entries)
         return IndexedShard(number, "indexed", found[0], file, fault)

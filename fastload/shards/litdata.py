@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -26,8 +27,10 @@ from fastload.formats.packed import parse_table, split_values, table_size
 from fastload.formats.pieces import too_large
 from fastload.images.decode import decode_pil
 from fastload.shards.dataset import ShardDataset
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import OwnIndexForm, list_shards, read_head, read_json
+from fastload.shards.own_index import index_shards, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
@@ -37,31 +40,23 @@ from fastload.store.retry import Wait
 _ARROW = b"LDARW01\0"
 
 
-class _Lit(OwnIndexForm):
-    """See `ShardFormat`. `counts`: key -> samples. `compression`: see `LitIndex`."""
-
-    name = "litdata-1"
-
-    def __init__(self, counts: dict[str, int], compression: str, max_inflated: int) -> None:
-        self._counts, self._compression, self._max_inflated = counts, compression, max_inflated
-
-    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
-        count, compression = self._counts[shard.key], self._compression
-        if compression == "batch":
-            head = read_head(store, shard, framed_size(count, 0), wait)
-            return RecordOffsets(parse_frames(head, count), {}, compressed=True)
-        whole = compression == "chunk"
-        head = read_head(store, shard, table_size(count), wait, compressed=whole)
-        if not whole and _ends_with_arrow(store, shard, head, wait):
-            raise DecodeError(
-                "the chunk has its samples as rows of Arrow, as newer LitData writes dicts of nothing but "
-                "bytes, texts, numbers and lists: write samples as tuples, or as Parquet for "
-                "fastload.ParquetDataset"
-            )
-        return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return _inflated(record, self._max_inflated) if self._compression == "sample" else record
+def _read_index(
+    counts: dict[str, int], compression: str, store: Store, shard: Shard, wait: Wait
+) -> RecordOffsets:
+    """See `index_shards`. `counts`: key -> samples. `compression`: see `LitIndex`."""
+    count = counts[shard.key]
+    if compression == "batch":
+        head = read_head(store, shard, framed_size(count, 0), wait)
+        return RecordOffsets(parse_frames(head, count), {}, compressed=True)
+    whole = compression == "chunk"
+    head = read_head(store, shard, table_size(count), wait, compressed=whole)
+    if not whole and _ends_with_arrow(store, shard, head, wait):
+        raise DecodeError(
+            "the chunk has its samples as rows of Arrow, as newer LitData writes dicts of nothing but "
+            "bytes, texts, numbers and lists: write samples as tuples, or as Parquet for "
+            "fastload.ParquetDataset"
+        )
+    return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
 
 
 class _Tree(Shape):
@@ -142,7 +137,7 @@ class LitDataset(ShardDataset):
         check_decode(fields, decode)
         kept_in = as_cache(cache)
         options = limited_together(storage_options)
-        root, found = read_json(url, "chunks", "LitDataset", options)
+        root, found = read_json(url, LITDATA, options)
         try:
             told = parse_index(found)
         except DecodeError as error:
@@ -167,24 +162,30 @@ class LitDataset(ShardDataset):
         shards = list_shards(
             root,
             [check_name(name, root) for name in told.chunks],
+            LITDATA,
             Listings.of(kept_in, listing_max_age),
             storage_options=options,
         )
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
+        form = LITDATA
+        if told.compression == "sample":
+            unwrap = functools.partial(_inflate, most=shards.store.reading.max_inflated)
+            form = dataclasses.replace(LITDATA, unwrap=unwrap)
         split = functools.partial(split_values, sizes=[(name, None) for name in told.names])
         super().__init__(
             url,
-            _Lit(counts, told.compression, shards.store.reading.max_inflated),
+            form,
+            shards,
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
+            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
             cache=kept_in,
             shape=shape,
-            shards=shards,
+            read_index=functools.partial(
+                index_shards, functools.partial(_read_index, counts, told.compression)
+            ),
         )
 
 
@@ -202,8 +203,8 @@ def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -
     return bytes(end) == _ARROW
 
 
-def _inflated(record: memoryview, most: int) -> memoryview:
-    """The one zstd frame of a sample, of at most `most` bytes inflated."""
+def _inflate(record: memoryview, most: int) -> memoryview:
+    """Return the one zstd frame of a sample, of at most `most` bytes inflated."""
     module = zstd()
     try:
         frame = module.ZstdDecompressor()

@@ -17,8 +17,10 @@ from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shar
 from fastload.formats.packed import as_pil, parse_table, split_values, table_size
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.dataset import ShardDataset
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import MDS
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import OwnIndexForm, list_shards, read_head, read_json
+from fastload.shards.own_index import index_shards, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
@@ -26,24 +28,17 @@ from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
 
 
-class _MDS(OwnIndexForm):
-    """See `ShardFormat`. `shards`: by their keys."""
-
-    name = "mds-1"
-
-    def __init__(self, shards: dict[str, MDSShard]) -> None:
-        self._shards = shards
-
-    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
-        told = self._shards[shard.key]
-        if shard.size != told.bytes:
-            raise DecodeError(
-                f"the file has {shard.size:,} bytes, and index.json says {told.bytes:,}: it was cut or "
-                "replaced; copy it again, and leave listing_max_age= out if the listing is older"
-            )
-        head = read_head(store, shard, table_size(told.samples), wait, compressed=told.compressed)
-        offsets = parse_table(head, told.samples, told.raw_bytes)
-        return RecordOffsets(offsets, {}, told.compressed)
+def _read_index(listed: dict[str, MDSShard], store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
+    """See `index_shards`. `listed`: the shards in index.json, by their keys."""
+    entry = listed[shard.key]
+    if shard.size != entry.bytes:
+        raise DecodeError(
+            f"the file has {shard.size:,} bytes, and index.json says {entry.bytes:,}: it was cut or "
+            "replaced; copy it again, and leave listing_max_age= out if the listing is older"
+        )
+    head = read_head(store, shard, table_size(entry.samples), wait, compressed=entry.compressed)
+    offsets = parse_table(head, entry.samples, entry.raw_bytes)
+    return RecordOffsets(offsets, {}, entry.compressed)
 
 
 class MDSDataset(ShardDataset):
@@ -110,7 +105,7 @@ class MDSDataset(ShardDataset):
         check_decode(fields, decode)
         kept_in = as_cache(cache)
         options = limited_together(storage_options)
-        root, told = read_json(url, "shards", "MDSDataset", options)
+        root, told = read_json(url, MDS, options)
         found = _shards(root, told["shards"])
         columns = next(iter(found.values())).columns
         opened = {
@@ -125,23 +120,24 @@ class MDSDataset(ShardDataset):
         shards = list_shards(
             root,
             list(found),
+            MDS,
             Listings.of(kept_in, listing_max_age),
             storage_options=options,
         )
+        listed = {shards[number].key: entry for number, entry in enumerate(found.values())}
         split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(
             url,
-            _MDS({shards[number].key: one for number, one in enumerate(found.values())}),
+            MDS,
+            shards,
             ColumnFields(opened, split, _open_image, shape, decode, transform, encodings(), opens_files=True),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
+            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
             cache=kept_in,
             shape=shape,
-            shards=shards,
+            read_index=functools.partial(index_shards, functools.partial(_read_index, listed)),
         )
 
 

@@ -12,47 +12,28 @@ from typing import Any
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.compression import Inflater
-from fastload.formats.packed import OffsetSplitter
-from fastload.formats.pieces import Offsets, too_large
+from fastload.formats.pieces import too_large
 from fastload.shards.catalog import ShardList
+from fastload.shards.formats import ShardFormat, format_of_index
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard, read_in_turn
-from fastload.shards.urls import Wanted
 from fastload.store import Store, open_store
 from fastload.store.retry import Wait, sleep
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
-_ANY_NAME = Wanted(r".*", "listed in index.json")
 _GLOB = re.compile(r"[*?\[\]{}]")
 
-# A key that only the index.json of one writer has -> what it is, and its dataset.
-_KINDS = {
-    "shards": ("of MosaicML Streaming", "MDSDataset"),
-    "chunks": ("of LitData", "LitDataset"),
-    "shardlist": ("of wids", "TarDataset"),
-}
 
-
-class OwnIndexForm:
-    """What a `ShardFormat` whose shards carry their own index has, unless it says otherwise."""
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
-        assert records is not None  # the constructor of the dataset has read them
-        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return record
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError  # no index files are looked for
-
-
-def read_own_indexes(
-    shards: ShardList, index: ShardIndex, own_index: Callable[[Store, Shard, Wait], RecordOffsets]
+def index_shards(
+    read_index: Callable[[Store, Shard, Wait], RecordOffsets], shards: ShardList, index: ShardIndex
 ) -> None:
-    """Index the shards that are not indexed yet, many at a time, and keep what was found.
+    """Index the shards that are not indexed yet, many at a time, and keep what was read.
+
+    Args:
+        read_index: (store, shard, wait) -> the records of a shard, out of the shard itself; `wait` as in
+            `Store.read`. A DecodeError says that it is no shard of this format.
 
     Raises:
         DecodeError: a shard is not of the kind that is read, or was cut; its key is in the error.
@@ -63,7 +44,7 @@ def read_own_indexes(
     def read(number: int) -> RecordOffsets:
         shard = shards[number]
         try:
-            records = own_index(shards.store, shard, sleep)
+            records = read_index(shards.store, shard, sleep)
             largest = int(records.offsets[:, 1].max(initial=0)) if records.compressed else 0
             if largest > most:
                 raise DecodeError(too_large("a sample", largest, most))
@@ -106,14 +87,13 @@ def read_head(store: Store, shard: Shard, size: int, wait: Wait, *, compressed: 
 
 
 def read_json(
-    url: str | os.PathLike[str], wanted: str, reader: str, storage_options: dict[str, Any]
+    url: str | os.PathLike[str], form: ShardFormat, storage_options: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """(the folder, the contents of its index.json).
+    """Return (the folder, the contents of its index.json).
 
     Args:
         url: the folder, or index.json in it.
-        wanted: the key that such a file has.
-        reader: the dataset that asks.
+        form: of the shards that it lists.
 
     Raises:
         ArgumentError: there is none, or it is of another writer.
@@ -130,34 +110,34 @@ def read_json(
         body = bytes(store.read("index.json"))
     except NotFoundError as error:
         raise NotFoundError(
-            f"url {text!r} has no index.json, which lists the shards: give fastload.{reader} the folder that "
-            "its writer wrote, with a split's name where there are splits",
+            f"url {text!r} has no index.json, which lists the shards: give fastload.{form.dataset} the "
+            "folder that its writer wrote, with a split's name where there are splits",
             key="index.json",
         ) from error
     try:
-        told = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{text!r}: index.json is no JSON ({error}): write it again") from None
-    if not isinstance(told, dict) or not isinstance(told.get(wanted), list):
-        kinds = [kind for key, kind in _KINDS.items() if isinstance(told, dict) and key in told]
-        hint = (
-            f"it is {kinds[0][0]}: read it with fastload.{kinds[0][1]}" if kinds else "it is of another kind"
-        )
-        raise ArgumentError(f"{text!r}: index.json has no list {wanted!r}; {hint}")
-    return root, told
+    if not isinstance(document, dict) or not isinstance(document.get(form.listed_in), list):
+        other = format_of_index(document)
+        hint = "it is of another kind"
+        if other is not None:
+            hint = f"it is of {other.writer}: read it with fastload.{other.dataset}"
+        raise ArgumentError(f"{text!r}: index.json has no list {form.listed_in!r}; {hint}")
+    return root, document
 
 
 def list_shards(
-    root: str, names: list[str], listings: Listings, *, storage_options: dict[str, Any]
+    root: str, names: list[str], form: ShardFormat, listings: Listings, *, storage_options: dict[str, Any]
 ) -> ShardList:
-    """The shards that an index.json lists, in its order."""
+    """Return the shards that an index.json lists, in its order."""
     if not names:
         raise ArgumentError(f"{root!r}: index.json lists no shards")
     if _GLOB.search(root):
         raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
     return ShardList(
         [f"{root}/{name}" for name in names],
-        _ANY_NAME,
+        form,
         compression="",  # the index of each says whether it is
         listings=listings,
         storage_options=storage_options,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.prepare import LOSSLESS
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, FastloadError
-from fastload.formats.pieces import Offsets, Splitter
 from fastload.images.crop import is_fused
+from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.epoch_streams import RecordBlocks
-from fastload.shards.index import RecordId, RecordOffsets
+from fastload.shards.epoch_streams import RecordBlocks, StreamOptions
+from fastload.shards.formats import PARQUET, ShardFormat
+from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.record_source import RecordSource
-from fastload.shards.urls import Wanted
 from fastload.store.base import Buffer
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import Wait
@@ -28,37 +30,12 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
 
-# The objects below a prefix that are shards.
-_NAMES = Wanted(
-    r".*\.(?:parquet|pq)",
-    "named as Parquet (.parquet, .pq). Read tar shards with fastload.TarDataset, and objects of one sample "
-    "with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
-)
-
-
-class _Parquet:
-    """See `ShardFormat`. Rows are read by `RowGroups`, and not cut out of bytes by these methods."""
-
-    own_index = None  # ParquetDataset gives it: it depends on the columns and filters
-
-    def __init__(self) -> None:
-        self.name = "parquet-1"  # and the columns, once they are known
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
-        raise NotImplementedError
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        raise NotImplementedError
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError
-
 
 class _RowSource(RecordSource):
     """A sample is a row, read with its row group.
 
     Args:
-        source: of the same dataset.
+        shards, index, form, key: see `RecordSource`.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
         prepare: a row -> what the cache keeps of it; None: the row.
@@ -66,12 +43,16 @@ class _RowSource(RecordSource):
 
     def __init__(
         self,
-        source: RecordSource,
+        shards: ShardList,
+        index: ShardIndex,
+        form: ShardFormat,
+        key: Callable[[int, int], bytes],
+        *,
         groups: RowGroups,
         cache: Cache | None,
         prepare: Callable[[Any], Any] | None,
     ) -> None:
-        vars(self).update(vars(source))
+        super().__init__(shards, index, form, key)
         self._groups = groups
         self._cache = cache
         self._prepare = prepare
@@ -174,8 +155,6 @@ class ParquetDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    _knows_keys = False  # the columns are a part of them
-
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -199,42 +178,36 @@ class ParquetDataset(ShardDataset):
 
         shape = None if fields is None else Shape(fields)
         columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
-        form = _Parquet()
         row_filter = None if filters is None else RowFilter(filters)
-        super().__init__(
+        streams = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
+        kept_in = as_cache(cache)
+        shards = ShardList(
             url,
-            form,
-            columns,
-            names=_NAMES,
-            decode=None if isinstance(decode, Mapping) else decode,
-            transform=transform,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
-            fingerprint=fingerprint,
-            cache=cache,
+            PARQUET,
             compression="",
-            storage_options=storage_options,
-            listing_max_age=listing_max_age,
-            shape=shape,
+            listings=Listings.of(kept_in, listing_max_age),
+            storage_options=storage_options or {},
         )
-        self._files = ParquetFiles(self._shards, columns.wanted, row_filter, self._shards.kept_in)
+        self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
         columns.learn(self._files.schema)
         _check_transform(transform, columns.names, columns.may_be_images)
-        read = hashlib.blake2b(
-            repr(sorted(self._files.columns)).encode("utf-8", "surrogatepass"), digest_size=8
+        super().__init__(
+            url,
+            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
+            shards,
+            columns,
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            streams=streams,
+            fingerprint=fingerprint,
+            cache=kept_in,
+            shape=shape,
+            read_index=self._files.index_rows,
         )
-        form.name += f" {read.hexdigest()}"
-        for shard in range(len(self._shards)):
-            self._index.add(shard, self._files.records(shard))
-        self._settle_mode(self._index.total_bytes())
 
     def close(self) -> None:
         super().close()
         self._groups.drop()
-
-    def _identity(self, shard: int) -> str:
-        return super()._identity(shard) + self._files.digest
 
     def _numbering(self) -> str:
         return super()._numbering() + self._files.digest
@@ -242,7 +215,15 @@ class ParquetDataset(ShardDataset):
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._step.mode in LOSSLESS else None
-        return _RowSource(super()._source(), self._groups.get(), cache, self._step.prepare)
+        return _RowSource(
+            self._shards,
+            self._index,
+            self._form,
+            self._cache_key_at,
+            groups=self._groups.get(),
+            cache=cache,
+            prepare=self._step.prepare,
+        )
 
     def _blocks(self) -> RecordBlocks:
         return self._groups.get()
@@ -255,6 +236,11 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import RowGroups
 
         return RowGroups(self._shards, self._files, self.counters)
+
+
+def _digest(columns: list[str]) -> str:
+    text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def _check_transform(transform: Any, names: list[str], may_be_images: list[str]) -> None:

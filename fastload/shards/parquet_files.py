@@ -33,7 +33,7 @@ from fastload.formats.parquet import (
 )
 from fastload.formats.sample import dump, load
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordOffsets
+from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard
 from fastload.shards.stream import Span
 from fastload.store import Store
@@ -256,12 +256,13 @@ class ParquetFiles:
         """A text that differs where other rows are samples."""
         return "" if self._filter is None else _digest(self._filter.key)
 
-    def records(self, shard: int) -> RecordOffsets:
-        """The samples of a file, whose offsets are the numbers of their rows.
+    def index_rows(self, shards: ShardList, index: ShardIndex) -> None:
+        """Add the samples of each file to the index; their offsets are the numbers of their rows.
 
         "compressed" means here too that a record alone cannot be read: its row group has to be.
         """
-        return RecordOffsets(self.files[shard].offsets(), {}, compressed=True)
+        for shard, file in enumerate(self.files):
+            index.add(shard, RecordOffsets(file.offsets(), {}, compressed=True))
 
     def row_groups(self) -> list[Span]:
         """The samples of each row group, of all files."""

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
 from fastload.fetch.source import plan_ranges
 from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Offsets, Record, Splitter
+from fastload.formats.pieces import Record, Splitter
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.reader import PIECES, Shard, read_in_turn
-from fastload.store.base import Buffer, Store
+from fastload.shards.formats import ShardFormat
+from fastload.shards.index import RecordId, ShardIndex
+from fastload.shards.reader import PIECES, read_in_turn
+from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
 _log = logging.getLogger("fastload")
 
 RECORD_MARK = " @ "  # in the name of a record, between its shard and its offset
 _LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
-
-
-class ShardFormat(Protocol):
-    """How shards of one kind are read. `name`, a part of the cache's keys, names the kind and its version."""
-
-    name: str
-
-    @property
-    def own_index(self) -> Callable[[Store, Shard, Wait], RecordOffsets] | None:
-        """(store, shard, wait) -> the records of a shard, out of the shard itself; `wait` as in `Store.read`.
-
-        None: the shards have no index of their own. A DecodeError says that it is no shard of this kind.
-        """
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
-        """See `Splitter`. `records`: of the shard, where they are known."""
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        """The payload of one whole record. Raises DecodeError if it is no record."""
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        """The offsets and sizes in an index file. Raises DecodeError if it is not the index of this shard."""
 
 
 class _Where(NamedTuple):
@@ -115,7 +94,7 @@ class RecordSource:
         where, shard = self._where(index), self._shards[RecordId.unpack(index).shard]
         compressed = self._index.compressed(where.shard)
         end, records = None if compressed else shard.size, self._index.get(where.shard)
-        splitter = self._form.splitter(where.offset, end, records)
+        splitter = self._form.splitter(where.offset, end, None if records is None else records.offsets)
         splitter.max_inflated = self.store.reading.max_inflated
         other = False  # whether the damage was in the first bytes, which say whether it is compressed
         try:

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError
-from fastload.formats.pieces import Offsets
-from fastload.formats.tar import TarSplitter, parse_wds_index
+from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.index import RecordOffsets
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import TAR
 from fastload.shards.record_fields import ChosenFields, MemberFields
-from fastload.shards.urls import Wanted
-
-# The objects below a prefix that are shards.
-NAMES = Wanted(
-    r".*\.(?:tar|tgz|tar\.gz)",
-    "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
-    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
-)
-
-
-class _Tar:
-    """See `ShardFormat`. A record is checked when it is split into its members."""
-
-    name = "tar-1"
-    own_index = None
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> TarSplitter:
-        return TarSplitter(offset, end)
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return record
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        return parse_wds_index(body, shard_size)
-
-
-FORM = _Tar()
 
 
 class TarDataset(ShardDataset):
@@ -139,22 +114,25 @@ class TarDataset(ShardDataset):
                 "decode={extension: function of its bytes}"
             )
         chosen = None if fields is None else ChosenFields(members, fields)
+        kept_in = as_cache(cache)
         super().__init__(
             url,
-            FORM,
+            TAR,
+            functools.partial(
+                ShardList,
+                url,
+                TAR,
+                compression=compression,
+                listings=Listings.of(kept_in, listing_max_age),
+                storage_options=storage_options or {},
+            ),
             members if chosen is None else chosen,
-            names=NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             shape=None if chosen is None else chosen.shape,
             num_samples=num_samples,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
+            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
-            cache=cache,
+            cache=kept_in,
             index=index,
-            compression=compression,
-            storage_options=storage_options,
-            listing_max_age=listing_max_age,
         )

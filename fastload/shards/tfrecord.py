@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.fields import Fields
 from fastload.errors import ArgumentError
-from fastload.formats.pieces import Offsets
-from fastload.formats.tfrecord import Spec, TFRecordSplitter, check_spec, parse_tfrecord_index, unframe
+from fastload.formats.tfrecord import Spec, check_spec
 from fastload.images.crop import is_fused
+from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.index import RecordOffsets
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import TFRECORD
 from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
-from fastload.shards.urls import Wanted
-
-# The objects below a prefix that are shards: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
-NAMES = Wanted(
-    r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
-    "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
-    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
-)
-
-
-class _TFRecord:
-    """See `ShardFormat`."""
-
-    name = "tfrecord-1"
-    own_index = None
-
-    def splitter(
-        self, offset: int, end: int | None, records: RecordOffsets | None = None
-    ) -> TFRecordSplitter:
-        return TFRecordSplitter(offset, end)
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return unframe(record)
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        return parse_tfrecord_index(body, shard_size)
-
-
-FORM = _TFRecord()
 
 
 class TFRecordDataset(ShardDataset):
@@ -126,24 +100,27 @@ class TFRecordDataset(ShardDataset):
         listing_max_age: float | str = 0,
     ) -> None:
         known = _fields(features, fields, decode, transform)
+        kept_in = as_cache(cache)
         super().__init__(
             url,
-            FORM,
+            TFRECORD,
+            functools.partial(
+                ShardList,
+                url,
+                TFRECORD,
+                compression=compression,
+                listings=Listings.of(kept_in, listing_max_age),
+                storage_options=storage_options or {},
+            ),
             known,
-            names=NAMES,
             decode=decode,
             transform=transform,
             shape=known.shape if isinstance(known, ChosenFields) else None,
             num_samples=num_samples,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
+            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
-            cache=cache,
+            cache=kept_in,
             index=index,
-            compression=compression,
-            storage_options=storage_options,
-            listing_max_age=listing_max_age,
         )
 
 

@@ -30,19 +30,13 @@ from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, chec
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
+from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
 from fastload.shards.record_source import record_name
-from fastload.shards.urls import Wanted
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
-# The objects below a prefix that hold tokens.
-_NAMES = Wanted(
-    r".*\.(?:bin|npy)",
-    "named .bin or .npy. Name others with a glob or a list, such as url='s3://bucket/corpus/*.u16'",
-)
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-_KEY = "tokens-1"  # raise the number when the same bytes would be kept as something else
 
 
 class TokenDataset(StoreDataset):
@@ -116,7 +110,7 @@ class TokenDataset(StoreDataset):
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(
             url,
-            _NAMES,
+            TOKENS,
             compression="",
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
@@ -176,7 +170,7 @@ class TokenDataset(StoreDataset):
 
     def _cache_key(self, record: int) -> bytes:
         assert self.cache is not None
-        return self.cache.key(_KEY, *self._corpus.key(record))
+        return self.cache.key(TOKENS.code, *self._corpus.key(record))
 
     def _sample(self, value: Any) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(value, self.dtype).astype(np.int64))

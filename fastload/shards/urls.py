@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
+from fastload.shards.formats import ShardFormat, title_of
 from fastload.store.listing import Selection
 
 _MOST_SHARDS = 1_000_000
@@ -24,23 +25,6 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _STARS = {"": "", "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
 _INDEX_FILES = r".*\.(?:idx|index)"
 _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
-
-
-# Names that only one kind of shard has, and its dataset.
-_KINDS = (
-    (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
-    (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
-    (re.compile(r".*\.mds(?:\.\w+)?"), "a shard of MDS, whose folder is a dataset", "MDSDataset"),
-    (re.compile(r".*\.beton"), "a file of FFCV", "BetonDataset"),
-    (re.compile(r".*\.(?:parquet|pq)"), "a Parquet file", "ParquetDataset"),
-)
-
-
-class Wanted(NamedTuple):
-    """Which objects below a prefix are shards: a regular expression of their keys, and the same in words."""
-
-    pattern: str
-    words: str
 
 
 class Named(NamedTuple):
@@ -54,12 +38,15 @@ class Named(NamedTuple):
     alone: Named | None = None
 
 
-def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wanted: Wanted) -> Named:
+def resolve(
+    urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], form: ShardFormat, *, files: bool = False
+) -> Named:
     """The shards that `urls` names.
 
     Args:
         urls: as above.
-        wanted: which objects below a prefix are shards.
+        form: of the shards; it knows them below a prefix by their names.
+        files: whether each of `urls` is one file, whatever its name.
 
     Raises:
         ArgumentError: `urls` names nothing, shards in two buckets, a shard twice, or a file of another kind.
@@ -72,10 +59,10 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wan
     if times > 1:
         raise ArgumentError(f"url names a shard twice: {name!r}; each is read once per epoch")
     heads = names[0].lower().startswith(("http://", "https://"))
-    if len(names) == 1 and not heads and not _SPECIAL.search(names[0]):
+    if len(names) == 1 and not (heads or files) and not _SPECIAL.search(names[0]):
         base = names[0].rpartition("/")[2]
-        if not base or not re.fullmatch(wanted.pattern, base):
-            return _prefix(names[0], wanted)
+        if not base or not form.names_shard(base):
+            return _prefix(names[0], form)
     split = [_split(name) for name in names]
     root = _common([directory for directory, _ in split])
     if not root and "://" in names[0]:
@@ -93,18 +80,18 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wan
     return Named(root or ".", selection)
 
 
-def _prefix(name: str, wanted: Wanted) -> Named:
+def _prefix(name: str, form: ShardFormat) -> Named:
     """The shards below a name, or the one file that has this name."""
     directory, _, base = name.rpartition("/")
-    for ending, words, reader in _KINDS:
-        if ending.fullmatch(base):
-            raise ArgumentError(f"url {name!r} is named as {words}: read it with fastload.{reader}")
-    pattern = f"(?:{wanted.pattern})|{_INDEX_FILES}"
+    other = title_of(base)
+    if other is not None:
+        raise ArgumentError(f"url {name!r} is named as {other[0]}: read it with fastload.{other[1]}")
+    pattern = f"(?:{form.names})|{_INDEX_FILES}"
     alone = None
     if base and not directory.endswith(":/"):
         root = directory or ("/" if name.startswith("/") else ".")
         alone = Named(root, Selection("(?!)", (base,), heads=True))
-    return Named(name, Selection(pattern, wanted=wanted.words), alone)
+    return Named(name, Selection(pattern, wanted=form.words), alone)
 
 
 def is_index(key: str) -> bool:

@@ -7,6 +7,7 @@ python -m tests.oracle --job '{"kind": "tar", ...}'          # one job
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import sys
@@ -15,6 +16,8 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+
+import torch
 
 from tests.oracle.jobs import random_job, settled, shrink, told
 from tests.oracle.judge import Difference, judge
@@ -74,6 +77,8 @@ def main() -> int:
         for one in found:
             print(f"{one.what}: {one.text}  [{name_of(settled(given.job), one)}]")
         return int(bool(found))
+    torch.set_num_threads(1)  # batches are tiny: more threads only wait for each other
+    gc.freeze()  # what is imported stays
     names: Counter[str] = Counter()
     failed, begun = 0, time.monotonic()
     for number in range(given.start, given.start + given.jobs):

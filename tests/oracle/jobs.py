@@ -15,6 +15,7 @@ DEFAULTS: Job = {
     "values": [],  # of a sample, beside its number; see `worlds.VALUES`
     "salt": 0,  # phase of all that differs from sample to sample
     "transform": "none",  # of the images
+    "mask": False,  # beside each image, under the same crop
     "shape": "dict",  # or "tuple": of a sample
     "source": "list",  # of a table
     "quirks": [],  # of shards: "extra" members, an "index" file
@@ -95,6 +96,7 @@ def random_job(number: int, seed: int = 0) -> Job:
     job["ask"] = chance(0.4)
     if chance(0.3):
         job["change"] = rng.choice(["add", "delete", "replace", "class"])
+    job["mask"] = chance(0.4)
     return settled(job)
 
 
@@ -112,6 +114,8 @@ def settled(job: Job) -> Job:
     photos = job["transform"] != "none"
     if kind == "tokens" or (kind == "objects" and photos):
         default("values")
+    if kind not in ("table", "tar") or job["transform"] not in ("center", "drawn"):
+        default("mask")
     if kind != "table":
         default("source")
     if job["source"] == "csv":

@@ -30,6 +30,7 @@ from tests.oracle.jobs import FIXED, streamed
 from tests.oracle.worlds import BLOCK, BLUE, UNEVEN, Bad, Job, World, open_world
 
 STEPS = 300  # more than any epoch of a job has
+MASK_TOLERANCE = 40  # of 255: the red of a photo, averaged, beside that of the nearest pixel
 
 
 class Difference(NamedTuple):
@@ -74,7 +75,9 @@ def unlike(a: Any, b: Any, pixels: str = "exact", at: str = "") -> str:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{at}: {a.dtype} {tuple(a.shape)} beside {b.dtype} {tuple(b.shape)}"
-        if a.dtype == torch.uint8 and a.ndim >= 3 and pixels != "exact":
+        if is_mask(a) and pixels == "drawn":
+            return ""  # see `misplaced_mask`
+        if a.dtype == torch.uint8 and a.ndim >= 3 and not is_mask(a) and pixels != "exact":
             if pixels == "drawn":
                 a, b = (x[..., 2, 4, 4].float() for x in (a, b))
             off = float((a.float() - b.float()).abs().mean()) if a.numel() else 0.0
@@ -84,12 +87,35 @@ def unlike(a: Any, b: Any, pixels: str = "exact", at: str = "") -> str:
     return "" if a == b else f"{at}: {a!r} beside {b!r}"
 
 
+def is_mask(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype == torch.uint8
+        and value.ndim >= 3
+        and value.shape[-3] == 1
+    )
+
+
+def misplaced_mask(tree: Any) -> str:
+    """Say whether a mask, whose file has the red of its photo, is cut otherwise than the photo."""
+    if not isinstance(tree, dict | list | tuple):
+        return ""
+    parts = list(tree.values()) if isinstance(tree, dict) else list(tree)
+    for photo, mask in itertools.pairwise(parts):
+        if is_mask(mask) and photo.shape[-3] == 3:
+            off = float((photo[..., :1, :, :].float() - mask.float()).abs().max())
+            return f"a mask is off by {off:.0f}" if off > MASK_TOLERANCE else ""
+    return next((text for part in parts if (text := misplaced_mask(part))), "")
+
+
 def pixels_of(job: Job) -> str:
     return {"drawn": "drawn", "plain": "exact", "none": "exact"}.get(job["transform"], "near")
 
 
 def ids_in(tree: Any) -> Any:
     """The number of a sample, or the list of those of a batch; None if nothing in it tells."""
+    if is_mask(tree):
+        return None
     if isinstance(tree, torch.Tensor) and tree.dtype == torch.uint8 and tree.ndim >= 3:
         blue = tree[..., 2, tree.shape[-2] // 2, tree.shape[-1] // 2].float() / BLUE
         return blue.round().int().tolist()
@@ -344,6 +370,8 @@ class Slow:
             name = type(error).__name__
             return Difference("error", f"a batch, where torch raises {name}: {str(error)[:80]}")
         text = unlike(event.batch, wanted, pixels_of(self.job))
+        if self.job["mask"] and not text:
+            text = misplaced_mask(event.batch)
         ids = [ids_in(one) for one in samples]
         what = "order" if ids != (found if isinstance(found, list) else [found]) else "batch"
         return Difference(what, f"samples {ids}, found {found}: {text}") if text else None
@@ -379,12 +407,14 @@ class Ran(NamedTuple):
         digests: at the end of each.
         state: saved at the cut, as JSON.
         said: (when, epoch, step, ids or None): what `samples_at` said.
+        made: (when, epoch, step, event): what `batch_at` made.
     """
 
     epochs: list[list[Event]]
     digests: list[bytes]
     state: str
     said: list[tuple[str, int, int, list[Any]]]
+    made: list[tuple[str, int, int, Event]]
 
 
 def loader_of(job: Job, dataset: Any, *, again: bool = False) -> Any:
@@ -408,7 +438,7 @@ def run(
     job: Job, loader: Any, slow: Slow, *, first: int = 0, epochs: int | None = None, saved: str = ""
 ) -> Ran:
     """Iterate, from epoch `first` on; with `saved`, from that state on."""
-    ran = Ran([], [], "", [])
+    ran = Ran([], [], "", [], [])
     if saved:
         loader.load_state_dict(json.loads(saved))
     else:
@@ -448,7 +478,7 @@ def run(
 def ask(job: Job, loader: Any, slow: Slow, ran: Ran, when: str, epoch: int) -> None:
     if not job["ask"]:
         return
-    for step in range(3):
+    for step in range(3) if when == "during" else [job["salt"] % 3]:
         try:
             rows = loader.samples_at(step, epoch=epoch)
         except (ArgumentError, TypeError):  # of what is not known; TypeError: it has no length yet
@@ -459,6 +489,13 @@ def ask(job: Job, loader: Any, slow: Slow, ran: Ran, when: str, epoch: int) -> N
         else:
             found = [None if index is None else ids_in(slow.sample(index)) for index in indices]
         ran.said.append((when, epoch, step, found))
+        if when != "during":
+            try:
+                ran.made.append((when, epoch, step, Event(loader.batch_at(step, epoch=epoch))))
+            except ArgumentError:  # its random numbers are not known
+                continue
+            except Exception as error:
+                ran.made.append((when, epoch, step, Event(None, type(error).__name__, str(error))))
 
 
 # --- judgement --------------------------------------------------------------------------------------------
@@ -569,7 +606,7 @@ def judge_cover(job: Job, slow: Slow, epoch: int, events: list[Event]) -> Iterab
 
 
 def judge_said(job: Job, ran: Ran) -> Iterable[Difference]:
-    """`samples_at` names the samples that are handed out."""
+    """`samples_at` names the samples that are handed out, and `batch_at` makes their batch."""
     for when, epoch, step, said in ran.said:
         steps = steps_of(job, epoch, len(ran.epochs[epoch]) + len(job["skip"]))
         if step not in steps or steps.index(step) >= len(ran.epochs[epoch]):
@@ -583,6 +620,12 @@ def judge_said(job: Job, ran: Ran) -> Iterable[Difference]:
             yield Difference(
                 f"samples_at {when}", f"epoch {epoch} step {step}: said {said}, handed out {found}"
             )
+    for when, epoch, step, event in ran.made:
+        steps = steps_of(job, epoch, len(ran.epochs[epoch]) + len(job["skip"]))
+        if step in steps and steps.index(step) < len(ran.epochs[epoch]):
+            delivered = ran.epochs[epoch][steps.index(step)]
+            if text := unlike(plain([[event]]), plain([[delivered]])):
+                yield Difference(f"batch_at {when}", f"epoch {epoch} step {step}: {text}")
 
 
 def begin_of(loader: Any, steps: int) -> list[Any]:
@@ -606,7 +649,9 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
         same_begin = own and begin_of(loader, step) == begin_of(
             loader_of(job, open_world(job, folder).make()), step
         )
-        resumed = run(job, loader, slow, first=first, epochs=2, saved=ran.state)
+        following = ran.epochs[first + 1 : first + 2]
+        epochs = 2 if job["ask"] or following else 1
+        resumed = run(job, loader, slow, first=first, epochs=epochs, saved=ran.state)
     except ArgumentError as error:
         if job["restart"] == "same":
             yield Difference("resume", f"refused: {error}")
@@ -631,7 +676,6 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
             yield Difference("resume", f"from epoch {epoch} step {step} on: {text[:300]}")
         elif resumed.digests[:1] != ran.digests[first : first + 1]:
             yield Difference("digest", f"of the run that resumed at epoch {epoch} step {step}")
-        following = ran.epochs[first + 1 : first + 2]
         if following and job["sampler"] in FIXED and not streamed(job) and not text:
             given = (
                 [[slow.again(event) for event in events] for events in side]

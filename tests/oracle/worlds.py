@@ -102,6 +102,16 @@ def image_file(i: int, salt: int = 0) -> bytes:
     return file.getvalue()
 
 
+@functools.cache
+def mask_file(i: int, salt: int = 0) -> bytes:
+    """A mask whose numbers are the red of the photo."""
+    width, height = SIZES[(i + salt) % len(SIZES)]
+    file = io.BytesIO()
+    across = np.tile(np.linspace(0, 255, width), (height, 1)).astype(np.uint8)
+    Image.fromarray(across).save(file, "PNG")
+    return file.getvalue()
+
+
 def to_tensor(image: Any) -> torch.Tensor:
     pixels = np.array(image.convert("RGB").resize((9, 7), Image.Resampling.NEAREST))
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -126,6 +136,13 @@ def transform_of(job: Job) -> Any:
     }[job["transform"]]
 
 
+def mask_transform(job: Job) -> Any:
+    options: Any = {"interpolation": "nearest", "channels": 1}
+    if job["transform"] == "center":
+        return fastload.CenterCrop(8, **options)
+    return fastload.RandomResizedCrop(8, flip=0.5, **options)
+
+
 def slow_image(job: Job, data: bytes) -> torch.Tensor:
     """What the transform of the job makes of a file, by Pillow and torchvision.
 
@@ -140,7 +157,7 @@ def slow_image(job: Job, data: bytes) -> torch.Tensor:
         return to_tensor(image)
     if job["transform"] == "fuse":
         return torchvision_steps(job["salt"])(image)
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
     return torchvision.transforms.functional.center_crop(pixels, [8, 8])
 
 
@@ -349,7 +366,11 @@ def as_arrow(rows: list[dict[str, Any]]) -> Any:
 def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     n, source, photos = job["n"], job["source"], job["transform"] != "none"
     rows = [values_of(job, i) | ({"key": f"{i:03d}"} if photos else {}) for i in range(n)]
-    lay(folder / "photos", {f"{i:03d}": photo(job, i) for i in range(n)} if photos else {})
+    files = {f"{i:03d}": photo(job, i) for i in range(n)} if photos else {}
+    if job["mask"]:
+        rows = [row | {"mask": f"m{i:03d}"} for i, row in enumerate(rows)]
+        files |= {f"m{i:03d}": mask_file(i, job["salt"]) for i in range(n)}
+    lay(folder / "photos", files)
     table = pa.Table.from_pylist(rows) if source == "list" else as_arrow(rows)
     path = folder / f"table.{source}"
     given: Any = str(path)
@@ -365,6 +386,7 @@ def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
         given = {"list": rows, "arrow": table}[source]
     names = ["id", *job["values"]]
     fields: Any = {name: name for name in names} | ({"key": fastload.File("key")} if photos else {})
+    fields |= {"mask": fastload.File("mask")} if job["mask"] else {}
     if job["shape"] == "tuple":
         fields = tuple(fields.values())
     kinds = {name: table.schema.field(name).type for name in names}
@@ -377,12 +399,15 @@ def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
             name: regular(sampled(whole[i][name], kinds[name]), kinds[name], name, whole) for name in names
         }
         row |= {"key": slow_image(job, photo(job, i))} if photos else {}
+        row |= {"mask": slow_image(job, mask_file(i, job["salt"]))} if job["mask"] else {}
         return tuple(row.values()) if job["shape"] == "tuple" else row
 
     url = {"url": str(folder / "photos"), "cache": cache} if photos else {}
     transform = {"transform": transform_of(job)} if photos else {}
     if transform and job["transform"] == "plain":
         transform = {"transform": {"key": to_tensor}}
+    if job["mask"]:
+        transform = {"transform": {"key": transform_of(job), "mask": mask_transform(job)}}
     make = lambda: fastload.TableDataset(given, fields, **url, **transform)  # noqa: E731
     return World(
         make, Made([functools.partial(maker, i) for i in range(n)]), "ArgumentError" if refused else ""
@@ -473,13 +498,15 @@ def tar_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
             for i in part:
                 members = {"json": json.dumps(values_of(job, i)).encode()}
                 members |= {"jpg": photo(job, i)} if photos else {}
+                members |= {"png": mask_file(i, job["salt"])} if job["mask"] else {}
                 members |= {"txt": b"more"} if "extra" in job["quirks"] and i % 4 == 1 else {}
                 for end, body in members.items():
                     member = tarfile.TarInfo(f"{i:04d}.{end}")
                     member.size = len(body)
                     tar.addfile(member, io.BytesIO(body))
         samples += read_tar(put(folder / f"part-{number}.tar", file.getvalue()))
-    fields: Any = None if job["shape"] == "dict" else ("json", "jpg") if photos else ("json",)
+    names = ("json", *(("jpg",) if photos else ()), *(("png",) if job["mask"] else ()))
+    fields: Any = None if job["shape"] == "dict" else names
 
     def maker(members: dict[str, bytes]) -> Any:
         opened = {
@@ -490,10 +517,12 @@ def tar_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
             else body
             for name, body in members.items()
         }
-        opened |= {"jpg": slow_image(job, members["jpg"])} if photos else {}
+        opened |= {name: slow_image(job, members[name]) for name in names if name != "json"}
         return opened if fields is None else tuple(opened[name] for name in fields)
 
     transform = {"jpg": to_tensor} if job["transform"] == "plain" else transform_of(job)
+    if job["mask"]:
+        transform = {"jpg": transform, "png": mask_transform(job)}
     make = lambda: fastload.TarDataset(  # noqa: E731
         str(folder / "part-*.tar"), transform=transform, fields=fields, cache=cache
     )

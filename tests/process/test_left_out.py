@@ -378,7 +378,7 @@ class Ranks:
 
     def state(self) -> Any:
         states = [through_json(one.state_dict()) for one in self.loaders]
-        assert all(state["left_out"] == states[0]["left_out"] for state in states)
+        assert all(state["exclusions"] == states[0]["exclusions"] for state in states)
         return states[0]
 
 
@@ -391,10 +391,10 @@ def test_skip_and_exclude_hold_for_other_numbers_of_ranks_and_batch_sizes(worker
     ranks.both("exclude", excluded)
     ranks.both("skip", [4, 7, 8])  # samples 40 to 50 and 70 to 90
     assert ranks.take(1) == order[30:40]
-    rules = ranks.loaders[0].loader_context.left_out
-    assert [bool(rules.at(0, step).excluded(Numbers(120))) for step in (2, 3)] == [False, True]
+    exclusions = ranks.loaders[0].loader_context.exclusions
+    assert [bool(exclusions.samples_at(0, step)) for step in (2, 3)] == [False, True]
     # Steps of 8 samples: that of 24 was handed out before, that of 32 was not.
-    assert [bool(rules.at(0, step, 8).excluded(Numbers(120))) for step in (3, 4)] == [False, True]
+    assert [bool(exclusions.samples_at(0, step, 8)) for step in (3, 4)] == [False, True]
     ranks = Ranks(1, 8, ranks.state(), num_workers=workers)
     # steps of 8 from sample 40 on: 40 to 48 is skipped, of 48 to 56 the samples 48 and 49 were
     batch = ranks.take(1)
@@ -486,14 +486,14 @@ def named(name: str, index: int) -> tuple[str, int, float]:
 
 def test_loaded_state_replaces_the_rules_and_says_what_is_lost() -> None:
     state = through_json(loader().state_dict())
-    assert state["left_out"] == {}
+    assert state["exclusions"] == {}
     one = loader()
     one.exclude(3)
     with pytest.warns(UserWarning, match=r"1 excluded samples are not in the state.*exclude\(\) after it"):
         one.load_state_dict(state)
     assert 3 in {index for batch in one for index, _ in batch}
-    state["left_out"] = {"excluded": [{"from": 1}]}
-    with pytest.raises(ArgumentError, match="'left_out' that no loader has made"):
+    state["exclusions"] = {"excluded": [{"from": 1}], "epochs": []}
+    with pytest.raises(ArgumentError, match="'exclusions' that no loader has made"):
         one.load_state_dict(state)
 
 
@@ -501,7 +501,7 @@ def test_state_of_many_skipped_steps_and_samples_is_small() -> None:
     one = loader(Numbers(100_000))
     one.exclude(range(1_000, 50_000))
     one.skip(range(100, 20_000))
-    assert len(json.dumps(one.state_dict()["left_out"])) < 200
+    assert len(json.dumps(one.state_dict()["exclusions"])) < 200
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
@@ -243,3 +247,23 @@ def test_objects_that_are_no_images_are_an_error(tmp_path: Path) -> None:
     used.write_text("x")
     result = CliRunner().invoke(app, ["plan", *given, "--cache", str(used)])
     assert result.exit_code == 2 and "--cache" in json.loads(result.stdout)["error"]["message"]
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["files", "tar"])
+def test_images_that_take_no_time_by_a_coarse_clock(
+    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = io.BytesIO()
+    Image.new("L", (1, 1)).save(content, "PNG")
+    (tmp_path / "a").mkdir()
+    for i in range(20):
+        (tmp_path / "a" / f"{i}.png").write_bytes(content.getvalue())
+    if shards:
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            tar.add(tmp_path / "a", arcname="")
+    monkeypatch.setattr(time, "thread_time", lambda: 1.0)
+    url = str(tmp_path / "a.tar" if shards else tmp_path)
+    words = ["plan", url, "--size-limit", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["modes"]["raw"]["first"]["limit"] == "GPUs"

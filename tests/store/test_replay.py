@@ -404,7 +404,8 @@ def test_false_numbers_of_a_state_take_no_memory(
         arguments += ["--data", tmp_path / "absent"]
     if "excluded" in entries:
         samples = {"": entries["excluded"]}
-        state["left_out"]["excluded"] = [{"from": [0, 0], "ahead": [], "samples": samples}]
+        excluded = {"epoch": 0, "step": 0, "ahead": [], "samples": samples}
+        state["exclusions"] = {"excluded": [excluded], "epochs": []}
     if "world" in entries:
         for record in state["history"]["epochs"]:
             record["segments"][0]["replicas"] = entries["world"]

@@ -16,7 +16,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fastload.cache.listings import Listings
-from fastload.cli.convert.sample_forms import SPLITTERS, Sample, sound_payload, split_name
+from fastload.cli.convert.sample_forms import Sample, sound_payload, split_name
 from fastload.cli.data_source import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
@@ -24,13 +24,12 @@ from fastload.fetch.source import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.formats.tar import read_sample
 from fastload.metrics.counters import Counters
+from fastload.shards.formats import FORMATS
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
 from fastload.store.manifest import Manifest
 
-_TAR = (".tar", ".tar.gz", ".tgz")
-_TFRECORD = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz", ".tfrec.gz")
 _BESIDE = (".idx", ".json", ".txt")
 _AHEAD = 512  # samples that the prefetcher knows of; it bounds requests and bytes by itself
 _MOST_JSON = 64 << 20
@@ -233,7 +232,7 @@ class _ShardsInput:
             return ShardReader(
                 self._store,
                 self._shards[span.shard],
-                SPLITTERS[self.kind],
+                FORMATS[self.kind].splitter,
                 ahead=ahead,
                 pool=pool,
                 counters=Counters(),
@@ -266,8 +265,7 @@ class _ShardsInput:
 
 def _choose(infos: list[ObjectInfo], kind: str) -> list[Shard]:
     """The shards among objects. Their first bytes say whether they are compressed."""
-    endings = _TAR if kind == "tar" else _TFRECORD
-    named = [info for info in infos if info.key.lower().endswith(endings)]
+    named = [info for info in infos if FORMATS[kind].names_shard(info.key.lower())]
     # Shards may be called anything (train-00000-of-01024); what else is there is known by its ending.
     chosen = named or [info for info in infos if not info.key.lower().endswith(_BESIDE)]
     return [Shard(info.key, info.size, info.version, None) for info in chosen]

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import Record, Splitter
-from fastload.formats.tar import TarSplitter
-from fastload.formats.tfrecord import TFRecordSplitter, read_example
+from fastload.formats.pieces import Record
+from fastload.formats.tfrecord import read_example
 from fastload.images.heif import sniff_boxes
 from fastload.shards.record_source import record_name
 
@@ -157,13 +156,6 @@ def _image_kind(content: Any) -> str:
     if boxed is not None:
         return {"AVIF": "avif", "HEIF": "heic"}[boxed]
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
-
-
-# Kind of shard -> what cuts its bytes into records.
-SPLITTERS: dict[str, Callable[[int, int | None], Splitter]] = {
-    "tar": TarSplitter,
-    "tfrecord": TFRecordSplitter,
-}
 
 
 def sound_payload(record: Record, shard: str) -> Any:

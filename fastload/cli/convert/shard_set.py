@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import (
-    SPLITTERS,
     Digest,
     Sample,
     as_features,
@@ -38,6 +37,7 @@ from fastload.formats.tar import TarWriter, parse_wds_index, read_sample
 from fastload.formats.tfrecord import TFRecordWriter, encode_example, parse_tfrecord_index, read_example
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
+from fastload.shards.formats import FORMATS
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
 from fastload.store import ObjectInfo, Store, retry
 from fastload.store.retry import Wait
@@ -301,7 +301,7 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
     reader = ShardReader(
         shards.store,
         Shard(info.key, info.size, info.version, compressed=False),
-        SPLITTERS[shards.form.kind],
+        FORMATS[shards.form.kind].splitter,
         ahead=ReadAhead.of(_READ_AHEAD, 1),
         pool=pool,
         counters=Counters(),

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
-from fastload.cli.data_source import SHARDS, FolderUrl, Kind, contents, find_kind, first_records, list_shards
+from fastload.cli.data_source import SHARDS, FolderUrl, Kind, find_kind, first_records, list_shards
 from fastload.cli.output import JsonOption, answering
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
 from fastload.cli.plan.prices import Cost, Prices, find_prices
@@ -211,7 +211,7 @@ def _probe_shards(kind: Kind, url: str, options: dict[str, Any], **arguments: An
     image = first_records(shards, form).image
 
     def image_of(payload: Any) -> bytes | None:
-        found = contents(form, payload).get(image)
+        found = form.read_fields(payload).get(image)
         return None if found is None else bytes(found)
 
     return probe_shards(shards, form, image_of, options, **arguments)

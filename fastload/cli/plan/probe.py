@@ -25,8 +25,8 @@ from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import SMALL_RECORD
+from fastload.shards.formats import ShardFormat
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.record_source import ShardFormat
 from fastload.store import Store
 from fastload.store.manifest import Manifest
 
@@ -34,6 +34,7 @@ ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
+LEAST_SECONDS = 1e-6  # that a measurement takes, also by a clock that stood still
 
 _CORES = Cores()
 
@@ -170,7 +171,8 @@ def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], floa
             results.append(work(item))
         except DecodeError:
             continue
-    return results, (time.thread_time() - start) / max(1, len(results))
+    seconds = max(time.thread_time() - start, LEAST_SECONDS)
+    return results, seconds / max(1, len(results))
 
 
 def probe_disk(directory: Path) -> Disk:
@@ -274,7 +276,7 @@ def probe_shards(
         speed if ceiling else None,
         streaming,
     )
-    scale = mean * len(read.images) / sum(map(len, read.images))  # from the images to whole records
+    scale = mean * len(read.images) / max(1, sum(map(len, read.images)))  # from the images to whole records
     modes = probe_modes(read.images, size, cache, _cache_cpu(read.images), scale)
     return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
 

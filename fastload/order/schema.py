@@ -1,0 +1,79 @@
+"""Dataclasses as JSON, and back from JSON that anybody may have written.
+
+    plain(value) ─▶ dicts, lists, numbers, texts ─▶ read(Kind, ...): every type is checked, or ValueError
+
+A field of the type `Any` is a value of the user's, as the state of a sampler. It passes as a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import reprlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union
+
+T = TypeVar("T")
+
+_LARGEST = 1 << 64  # a number in a state, of either sign
+
+
+def plain(value: Any) -> Any:
+    """Return a dataclass, and all of those in it, as a dict. Nothing in it is shared with `value`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        hints = _hints(type(value))
+        return {name: _plain_as(hint, getattr(value, name)) for name, hint in hints.items()}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain_as(hint: Any, value: Any) -> Any:
+    return copy.deepcopy(value) if hint is Any else plain(value)
+
+
+def read(kind: type[T], value: Any) -> T:
+    """Return a dataclass from what `plain` gave. Entries that it has no field for are passed over.
+
+    Raises:
+        ValueError: an entry is missing, or has another type. Its text has the entry and the value.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{kind.__name__} is {reprlib.repr(value)}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    arguments = {}
+    for name, hint in _hints(kind).items():  # type: ignore[arg-type]
+        if name in value:
+            arguments[name] = _read_as(hint, value[name], name)
+        elif fields[name].default is dataclasses.MISSING:
+            raise ValueError(f"it lacks {name!r}")
+    return kind(**arguments)
+
+
+def _read_as(hint: Any, value: Any, name: str) -> Any:
+    """Return a value of this type; `name` is its entry."""
+    if hint is Any:
+        return copy.deepcopy(value)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = [part for part in parts if part is not type(None)]
+        return None if value is None else _read_as(inner, value, name)
+    if origin is list and isinstance(value, list | tuple):
+        return [_read_as(parts[0], item, name) for item in value]
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _read_as(parts[1], item, name) for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(parts):
+        return tuple([_read_as(part, item, name) for part, item in zip(parts, value, strict=True)])
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return read(hint, value)
+    if type(value) is hint and not (isinstance(value, int) and abs(value) >= _LARGEST):
+        return value
+    raise ValueError(f"{name!r} is {reprlib.repr(value)}")
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
