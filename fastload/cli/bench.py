@@ -6,21 +6,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
-from fastload.cli.data_source import (
-    SHARDS,
-    FolderUrl,
-    Kind,
-    find_kind,
-    first_records,
-    image_dataset,
-    list_shards,
-)
+from fastload.cli.data_source import AUTO, DataUrl, Images, SourceOptions, find_kind, open_images
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.report import Lines, MeasuredEpoch, MeasuredReport, dimmed
@@ -97,7 +89,8 @@ class BenchReport(MeasuredReport):
 
 
 def bench(
-    url: FolderUrl,
+    url: DataUrl,
+    source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
     cache: Annotated[
@@ -109,17 +102,24 @@ def bench(
     size: CropSize = 224,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure fastload on your own images, and find the slowest stage."""
+    """Measure fastload on your own data, and find the slowest stage."""
     with answering(as_json) as output:
-        kept = None if cache is None else cached.open(cache)
-        source = _open(url, size, kept, store.parse(), output)
-        measured = _measure(source, batch_size, num_workers, epochs, output)
+        kept, options = None if cache is None else cached.open(cache), store.parse()
+        import fastload  # it imports torch, which takes seconds
+
+        start = time.perf_counter()
+        kind = find_kind(url, options) if source.kind == AUTO else source.kind
+        crop = fastload.RandomResizedCrop(size, flip=0.5)
+        opened = open_images(url, kind, source, crop, cache=kept, storage_options=options)
+        seconds = time.perf_counter() - start
+        output.console.print(f"{opened.words}, listed in {seconds:.1f} s", soft_wrap=True)
+        measured = _measure(opened, batch_size, num_workers, epochs, output)
         images = measured[0].images
         output.finish(
             BenchReport(
                 settings=Settings(
                     url=url,
-                    kind=source.kind.value,
+                    kind=kind,
                     images=images,
                     image_bytes=round(measured[0].bytes / images),
                     cache=cache,
@@ -128,58 +128,14 @@ def bench(
                     batch_size=batch_size,
                     size=size,
                 ),
-                listing_seconds=round(source.seconds, 3),
+                listing_seconds=round(seconds, 3),
                 epochs=measured,
             )
         )
 
 
-class _Source(NamedTuple):
-    """What is measured.
-
-    images: in an epoch; an estimate, if the shards are not indexed.
-    seconds: of the listing.
-    """
-
-    kind: Kind
-    dataset: Any
-    images: int
-    seconds: float
-
-
-def _open(url: str, size: int, cache: Any, options: dict[str, Any], output: Output) -> _Source:
-    """Open the images in folders or shards at `url`."""
-    import fastload  # it imports torch, which takes seconds
-
-    start = time.perf_counter()
-    kind, transform = find_kind(url, options), fastload.RandomResizedCrop(size, flip=0.5)
-    if kind in SHARDS:
-        dataset, images, text = _open_shards(kind, url, transform, cache=cache, storage_options=options)
-    else:
-        dataset = fastload.ImageFolder(url, transform, cache=cache, storage_options=options)
-        images, text = len(dataset), f"{len(dataset):,} images in {len(dataset.classes):,} classes"
-    seconds = time.perf_counter() - start
-    output.console.print(f"{text}, listed in {seconds:.1f} s")
-    return _Source(kind, dataset, images, seconds)
-
-
-def _open_shards(kind: Kind, url: str, transform: Any, **arguments: Any) -> tuple[Any, int, str]:
-    """(the dataset of the images in shards, how many they are, the same in words)"""
-    found = list_shards(kind, url, **arguments)
-    first = first_records(*found)
-    dataset = image_dataset(kind, url, transform, first, **arguments)
-    shards = dataset.shards()
-    total = sum(shards[number].size for number in range(len(shards)))
-    try:
-        images, about = dataset.indexed_length(), ""
-    except TypeError:
-        images, about = max(1, round(total / first.record_bytes)), "about "
-    where = f"{len(shards):,} {kind.value} shards of {format_size(total)}"
-    return dataset, images, f"{about}{images:,} images ({first.image}) in {where}"
-
-
 def _measure(
-    source: _Source, batch_size: int, num_workers: int, epochs: int, output: Output
+    source: Images, batch_size: int, num_workers: int, epochs: int, output: Output
 ) -> list[MeasuredEpoch]:
     """Run the epochs one after the other."""
     import fastload
@@ -191,7 +147,7 @@ def _measure(
     with Bars(output.console) as bars:
         for number in range(1, epochs + 1):
             before = loader.stats()["counters"]
-            bar = bars.add(f"epoch {number}", source.images)
+            bar = bars.add(f"epoch {number}", source.length)
             epoch = measure_epoch(loader, bar.update)
             counters = stage_counters(before, loader.stats()["counters"])
             rates = epoch.rates(_image_bytes(counters) * epoch.images)

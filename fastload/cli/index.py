@@ -11,12 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli.command_options import StoreOptions, check_usable
-from fastload.cli.data_source import SHARDS, Kind, find_kind, list_shards, open_shards
+from fastload.cli.data_source import (
+    AUTO,
+    INDEXABLE,
+    KindOption,
+    SourceOptions,
+    find_kind,
+    list_shards,
+    open_dataset,
+)
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.report import Fault, Lines, MeasuredReport
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.metrics.units import format_size
+from fastload.shards.formats import FORMATS
 
 
 @dataclass(kw_only=True)
@@ -90,9 +99,7 @@ def index(
         Path | None,
         typer.Option(metavar="DIR", help="Write no files: keep the index in this cache, for its trainings."),
     ] = None,
-    kind: Annotated[
-        Kind, typer.Option("--from", help="The kind of the shards: tar or tfrecord.")
-    ] = Kind.auto,
+    kind: KindOption = AUTO,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Index all shards, and overwrite index files.")
     ] = False,
@@ -109,8 +116,8 @@ def index(
         if refresh and cache is not None:
             raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
         options = store.parse()
-        found = find_kind(url, options) if kind is Kind.auto else kind
-        if found not in SHARDS:
+        found = find_kind(url, options) if kind == AUTO else kind
+        if found not in INDEXABLE:
             raise ArgumentError(
                 f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"
             )
@@ -122,7 +129,7 @@ def index(
             outcome = _run(target, output)
         finally:
             target.close()
-        settings = Settings(url=url, kind=found.value, to=to, cache=cache, refresh=refresh)
+        settings = Settings(url=url, kind=found, to=to, cache=cache, refresh=refresh)
         output.finish(IndexReport(settings=settings, **vars(outcome)))
 
 
@@ -131,10 +138,11 @@ class _Files:
 
     files = True
 
-    def __init__(self, url: str, kind: Kind, options: dict[str, Any], to: str | None, refresh: bool) -> None:
+    def __init__(self, url: str, kind: str, options: dict[str, Any], to: str | None, refresh: bool) -> None:
         from fastload.store import open_store
 
-        self.shards, self.form = list_shards(kind, url, cache=None, storage_options=options)
+        self.shards = list_shards(kind, url, cache=None, storage_options=options)
+        self.form: Any = FORMATS[kind]
         self._store = self.shards.store if to is None else open_store(to, **options)
         self._beside, self._refresh = to is None, refresh
         names = Counter(self._name(shard) for shard in range(len(self.shards)))
@@ -151,7 +159,7 @@ class _Files:
         except NotFoundError:
             return False
         try:
-            self.form.index_files.parse(body, self.shards[shard].size)
+            self.form.parse_index(body, self.shards[shard].size)
         except DecodeError as error:
             raise DecodeError(
                 f"{self._name(shard)!r} is not its index, and only --refresh overwrites it: {error.message}"
@@ -177,13 +185,13 @@ class _Kept:
 
     files = False
 
-    def __init__(self, url: str, kind: Kind, options: dict[str, Any], cache: Path) -> None:
+    def __init__(self, url: str, kind: str, options: dict[str, Any], cache: Path) -> None:
         import fastload
 
         kept = fastload.Cache(cache)
         check_usable(kept)
-        _, self.form = list_shards(kind, url, cache=kept, storage_options=options)
-        self._dataset = open_shards(kind, url, cache=kept, storage_options=options)
+        self._dataset = open_dataset(url, kind, SourceOptions(), cache=kept, storage_options=options)
+        self.form = FORMATS[kind]
         if self._dataset.cache is None:
             raise ArgumentError(f"{url!r} cannot be cached: the warning above says why")
         self.shards = self._dataset.shards()

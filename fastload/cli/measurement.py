@@ -39,7 +39,7 @@ def measure_epoch(
     """Iterate over `loader` once and time it, start of the workers included.
 
     Args:
-        loader: of (images, labels) batches.
+        loader: of batches of samples.
         progress: called after each batch with the images and the seconds so far.
         seconds_at_most: stop after the first batch that ends later.
     """
@@ -49,11 +49,21 @@ def measure_epoch(
     for batch in loader:
         elapsed = time.perf_counter() - start
         first_batch = first_batch or elapsed
-        images += len(batch[0])
+        images += count_samples(batch)
         progress(images, elapsed)
         if elapsed > seconds_at_most:
             break
     return Epoch(images, elapsed, first_batch)
+
+
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first column."""
+    while isinstance(batch, dict | tuple | list) and batch:
+        inner = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(inner, str | bytes | int | float):  # a column that is a list
+            break
+        batch = inner
+    return len(batch)
 
 
 def stage_counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

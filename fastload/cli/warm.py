@@ -11,7 +11,7 @@ import typer
 
 from fastload.cli.cluster import RayOption
 from fastload.cli.command_options import CORES, CacheOptions, ListingMaxAge, PricesFile, StoreOptions
-from fastload.cli.data_source import FeaturesOption, FieldsOption, FolderUrl, Target
+from fastload.cli.data_source import DataUrl, SourceOptions, Target
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.plan.prices import Prices, find_prices
 from fastload.cli.warm_report import Quote, Settings, WarmReport, report_of
@@ -20,19 +20,11 @@ from fastload.metrics.units import format_size
 
 
 def warm(
-    url: FolderUrl,
+    url: DataUrl,
+    source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
     cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory of the training.")],
-    objects: Annotated[
-        bool,
-        typer.Option(
-            "--objects",
-            help="Read all objects, for ObjectDataset. Default: shards, or images for ImageFolder.",
-        ),
-    ] = False,
-    fields: FieldsOption = None,
-    features: FeaturesOption = None,
     num_workers: Annotated[
         int | None,
         typer.Option(
@@ -59,7 +51,7 @@ def warm(
     with answering(as_json) as output:
         wanted, options = _parse_share(share), store.parse()
         priced = find_prices(url, options, prices)
-        target = Target(url, str(cache), cached, objects, fields, features, options)
+        target = Target(url, str(cache), cached, source, options)
         quote = functools.partial(_quote, prices=priced, output=output)
         if ray is None:
             output.finish(_warm_here(target, wanted, num_workers, listing_max_age, quote, priced, output))
@@ -91,7 +83,7 @@ def _warm_here(
     filled = fill(warming, workers, output)
     settings = Settings(
         url=dataset.url,
-        kind=kind.value,
+        kind=kind,
         cache=dataset.cache.path,
         mode=dataset.cache.mode,
         short_side=dataset.cache.short_side,

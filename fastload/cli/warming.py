@@ -29,6 +29,7 @@ from fastload.datasets.warm import ToRead
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, StoreError, WorkerError
 from fastload.metrics.units import format_size, parse_size
+from fastload.shards.dataset import ShardDataset
 
 FAILURES_SHOWN = 10
 OUTCOMES_A_MESSAGE = 16
@@ -44,7 +45,7 @@ class Warming(IterableDataset[Any]):
     """A `Warmed` tuple, the outcome, for each sample of a share of a dataset.
 
     Args:
-        dataset: a `fastload.ObjectDataset`, or one of shards.
+        dataset: any that reads a store.
         samples: the share (int64).
         by_shard: the share is all samples of these shards.
     """
@@ -74,10 +75,10 @@ def find_left(warming: Warming) -> ToRead:
 
 def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
     """What this node warms, and (share, shares)."""
-    if isinstance(dataset, fastload.ObjectDataset):
-        samples, found = share_of(dataset, share)
-        return Warming(dataset, samples), found
-    return share_of_shards(dataset, share)
+    if isinstance(dataset, ShardDataset):
+        return share_of_shards(dataset, share)
+    samples, found = share_of(dataset, share)
+    return Warming(dataset, samples), found
 
 
 def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
@@ -161,7 +162,7 @@ def _fill_slice(
 ) -> Filled:
     """Fill the cache with a part of a node's share. `digests`: of the listing that was divided."""
     dataset, _ = target.open(_ANY_AGE)
-    if dataset.listing().digests != digests:
+    if dataset.listed() != digests:
         raise StoreError(
             f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
             "run the command again"
@@ -274,10 +275,8 @@ def _survey(target: Target, shard: tuple[int, int], listing_max_age: str) -> Sur
     """The first task of a node."""
     dataset, kind = target.open(listing_max_age)
     warming, _ = find_share(dataset, shard)
-    digests = dataset.listing().digests
-    return Survey(
-        dataset.url, kind.value, len(warming.samples), warming.by_shard, digests, find_left(warming)
-    )
+    digests = dataset.listed()
+    return Survey(dataset.url, kind, len(warming.samples), warming.by_shard, digests, find_left(warming))
 
 
 class NodesWarming:

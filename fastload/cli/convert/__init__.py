@@ -14,7 +14,7 @@ import typer
 
 from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.command_options import StoreOptions, parse_pairs
-from fastload.cli.data_source import Kind
+from fastload.cli.data_source import AUTO, KindOption
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.report import Fault, Lines, MeasuredReport
@@ -110,9 +110,7 @@ def convert(
             "and the samples of each new shard are shuffled.",
         ),
     ] = None,
-    kind: Annotated[
-        Kind, typer.Option("--from", help="One folder per class, objects of any kind, or shards.")
-    ] = Kind.auto,
+    kind: KindOption = AUTO,
     name: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Files are NAME-000000.tar, ...", show_default="SRC's last part"),
@@ -136,7 +134,7 @@ def convert(
         from fastload.metrics.units import parse_size
 
         size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
-        opened = open_input(source, kind.value, options, size, shuffle)
+        opened = open_input(source, kind, options, size, shuffle)
         try:
             wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
             stored = parse_pairs(dst_option)

@@ -88,7 +88,7 @@ def _guess(store: Store) -> str:
     keys = [info.key for info in next(store.list(), [])]
     if not keys:
         raise NotFoundError(f"{store.url!r}: no objects there", stage="list")
-    return guess_kind(keys).value
+    return guess_kind(keys)
 
 
 def _fingerprint(manifest: Manifest) -> str:

@@ -11,12 +11,21 @@ import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
-from fastload.cli.data_source import SHARDS, FolderUrl, Kind, find_kind, first_records, list_shards
+from fastload.cli.data_source import (
+    AUTO,
+    INDEXABLE,
+    DataUrl,
+    SourceOptions,
+    find_kind,
+    first_records,
+    list_shards,
+)
 from fastload.cli.output import JsonOption, answering
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
 from fastload.cli.plan.prices import Cost, Prices, find_prices
 from fastload.cli.report import Lines, MeasuredReport, dimmed
 from fastload.metrics.units import format_size, parse_size
+from fastload.shards.formats import FORMATS
 
 ADVICE = {
     "GPUs": "the GPUs are the limit: the loader is fast enough",
@@ -34,7 +43,7 @@ class Settings:
     """What was asked for."""
 
     url: str
-    kind: Annotated[str, "as given or found"]
+    kind: Annotated[str, "what lies there: as given or found"]
     size_limit: Annotated[int, "as given, in bytes"]
     gpus: int
     gpu_rate: float
@@ -125,7 +134,8 @@ _ROWS: list[tuple[str, Callable[[Mode, Prediction], str]]] = [
 
 
 def plan(
-    url: FolderUrl,
+    url: DataUrl,
+    source: SourceOptions,
     store: StoreOptions,
     size_limit: Annotated[
         str, typer.Option(metavar="SIZE", help="Disk space for the cache, such as 500GB or 1.5TB.")
@@ -152,19 +162,19 @@ def plan(
     """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
     with answering(as_json) as output:
         options = store.parse()
-        from fastload.cli.plan.probe import probe_disk, probe_store
+        from fastload.cli.plan.probe import probe_disk, probe_samples
 
         priced = find_prices(url, options, prices)
         capacity = parse_size(size_limit, "--size-limit")
         disk = None if cache is None else probe_disk(cache)
         kept = {"short_side": short_side, "quality": quality}
-        kind = find_kind(url, options)
-        if kind in SHARDS:
+        kind = find_kind(url, options) if source.kind == AUTO else source.kind
+        if kind in INDEXABLE:
             probe = _probe_shards(
                 kind, url, options, objects=objects, size=size, workers=num_workers, cache=kept
             )
         else:
-            probe = probe_store(url, options, objects=objects, size=size, cache=kept)
+            probe = probe_samples(url, kind, source, options, objects=objects, size=size, cache=kept)
         node = Node(cores_left(CORES, probe.others), num_workers, capacity, *(disk or (None, None)))
         demand = Demand(gpus * gpu_rate, epochs)
         predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
@@ -173,7 +183,7 @@ def plan(
             PlanReport(
                 settings=Settings(
                     url=probe.url,
-                    kind=kind.value,
+                    kind=kind,
                     size_limit=capacity,
                     gpus=gpus,
                     gpu_rate=gpu_rate,
@@ -203,16 +213,16 @@ def plan(
         )
 
 
-def _probe_shards(kind: Kind, url: str, options: dict[str, Any], **arguments: Any) -> Any:
-    """The probe of shards whose samples have an image."""
+def _probe_shards(kind: str, url: str, options: dict[str, Any], **arguments: Any) -> Any:
+    """Probe shards whose samples have an image."""
     from fastload.cli.plan.probe import probe_shards
 
-    shards, form = list_shards(kind, url, cache=None, storage_options=options)
-    image = first_records(shards, form).image
+    shards, form = list_shards(kind, url, cache=None, storage_options=options), FORMATS[kind]
+    image = first_records(shards, kind).image
 
     def image_of(payload: Any) -> bytes | None:
-        found = form.read_fields(payload).get(image)
-        return None if found is None else bytes(found)
+        value = form.read_fields(payload).get(image) if form.read_fields is not None else None
+        return None if value is None else bytes(value)
 
     return probe_shards(shards, form, image_of, options, **arguments)
 

@@ -15,12 +15,13 @@ import numpy as np
 import fastload
 from fastload.cache import Cache
 from fastload.cache.disk import Disk, measure_disk
+from fastload.cli.data_source import FOLDER, SourceOptions, encoded_image, open_encoded
 from fastload.cli.plan.model import Data, Mode, Streaming
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.fetch.limits import SETTINGS
 from fastload.fetch.threads import ReadPool
 from fastload.images import decode_resized, shrink
-from fastload.images.dct import available, to_dct
+from fastload.images.dct import available, to_dct, with_rows
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.catalog import ShardList
@@ -28,12 +29,14 @@ from fastload.shards.dataset import SMALL_RECORD
 from fastload.shards.formats import ShardFormat
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.store import Store
-from fastload.store.manifest import Manifest
 
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
+ON_THE_WAY = 0.25  # of the time of an index by itself
+LOSSLESS = ("auto", "raw", "dct")  # their records grow with the objects
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
+
 LEAST_SECONDS = 1e-6  # that a measurement takes, also by a clock that stood still
 
 _CORES = Cores()
@@ -50,47 +53,66 @@ class Probe(NamedTuple):
     others: float  # cores that other processes kept busy meanwhile
 
 
-def probe_store(
-    url: str, options: dict[str, Any], *, objects: int, size: int, cache: dict[str, Any]
+def probe_samples(
+    url: str,
+    kind: str,
+    source: SourceOptions,
+    options: dict[str, Any],
+    *,
+    objects: int,
+    size: int,
+    cache: dict[str, Any],
 ) -> Probe:
-    """List `url` and read up to `objects` images of it, for at most 15 s.
+    """List `url` and read up to `objects` samples of it, for at most 15 s.
 
     Args:
+        kind, source, options: as of `open_dataset`.
         size: pixels of each side of the crop.
         cache: short_side and quality of the modes.
+
+    Raises:
+        ArgumentError: the samples have no image.
     """
-    store = fastload.open_store(url, **options)
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
         raw = fastload.Cache(Path(folder) / "cache", "raw")
-        dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)
-        manifest = dataset.listing()
+        dataset = open_encoded(url, kind, source, cache=raw, storage_options=options)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         deadline = time.monotonic() + SECONDS
-        chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
-        alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
-        here, others = is_here(options), busy_cores(0.5)
+        chosen = np.random.default_rng(0).permutation(len(dataset))[: objects + ALONE + 1].tolist()
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
-        list(dataset.warm(first))  # the client's start is not part of the cost of a GET
+        alone = _read_alone(dataset, first, deadline)
+        here, others = is_here(options), busy_cores(0.5)
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
-        keys = [dataset.cache_key(index) for index in kept]
+        keys = [key for index in kept for key in dataset.cache_keys(index)]
         payloads, read_cpu = timed(lambda key: bytes(raw.read(key) or b""), keys)
+        images = [image for index in kept if (image := encoded_image(dataset, index)) is not None]
         dataset.close()
-    mean = manifest.total_bytes / len(manifest)
-    network = get.bytes / get.seconds if _met_a_ceiling(get, alone) else None
-    data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
-    scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # from the chosen objects to all
-    modes = probe_modes(payloads, size, cache, read_cpu, scale)
-    return Probe(store.url, data, modes, len(chosen), here, others)
+    if not images:
+        raise ArgumentError(
+            f"{dataset.url!r}: no image in {len(kept):,} samples, and plan predicts images: measure with "
+            "fastload bench"
+        )
+    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(
+        kept
+    )  # rows have no size before they are read
+    if kind == FOLDER:
+        mean = dataset.listing().total_bytes / len(dataset)
+    network = get.objects * mean / get.seconds if _met_a_ceiling(get, alone) else None
+    data = Data(len(dataset), mean, alone, get.cpu / get.objects, network)
+    read_cpu *= len(payloads) / max(1, len(kept))
+    scale = mean * len(images) / sum(map(len, images))  # from the images of some samples to all samples
+    modes = probe_modes(images, size, cache, read_cpu, scale)
+    return Probe(dataset.url, data, modes, len(chosen), here, others)
 
 
-def _read_alone(store: Any, manifest: Manifest, indices: list[int], deadline: float) -> float:
-    """Seconds of a GET without others; the first, which opens the connection, does not count."""
+def _read_alone(dataset: Any, indices: list[int], deadline: float) -> float:
+    """Return the seconds of a GET without others; the first, which opens the connection, does not count."""
     seconds = []
     for index in indices:
         start = time.perf_counter()
-        store.read(manifest.key(index))
+        dataset.payload(index)
         seconds.append(time.perf_counter() - start)
         if time.monotonic() > deadline:
             break
@@ -140,7 +162,12 @@ def probe_modes(
     if not shrunk or not pixels:
         shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
-    lossless: list[tuple[str, list[Any], float]] = [("raw", payloads, 0.0)]
+    # Mode auto keeps a file with an index of its rows at least, which the first crop makes on the way.
+    indexed, index_cpu = timed(with_rows, payloads)
+    lossless: list[tuple[str, list[Any], float]] = [
+        ("auto", indexed, index_cpu * ON_THE_WAY),
+        ("raw", payloads, 0.0),
+    ]
     if available():
         lossless.append(("dct", *timed(to_dct, payloads)))
     crop = fastload.RandomResizedCrop(size, flip=0.5)
@@ -157,7 +184,7 @@ def probe_modes(
         _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
-        grown = stored * scale if name in ("raw", "dct") else stored
+        grown = stored * scale if name in LOSSLESS else stored
         modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
 
