@@ -60,9 +60,9 @@ kernel = Extension(
     depends=sorted(map(str, Path("fastload/images").glob("*.h"))),
     libraries=["jpeg", "m"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
-    extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden"],
+    extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden", "-pthread", "-ffp-contract=off"],
     # The published wheels hold a static libjpeg-turbo, whose names stay inside: Pillow brings another one.
-    extra_link_args=["-Wl,--exclude-libs,ALL"] if ON_LINUX else [],
+    extra_link_args=["-pthread", "-Wl,--exclude-libs,ALL"] if ON_LINUX else ["-pthread"],
     py_limited_api=STABLE_ABI,
     optional=not ON_LINUX,
 )

@@ -24,7 +24,7 @@ import pytest
 from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.testing import read_tests
-from fastload.workers.executor import PRELOADED
+from fastload.workers.processes import PRELOADED
 from tests.bucketdata import bucket  # noqa: F401 - a fixture
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE

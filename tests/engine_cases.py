@@ -30,8 +30,8 @@ from typing import Any
 import fastload
 from fastload.fetch import limits
 from fastload.fetch.limits import ReadSettings
+from fastload.store import failures, s3fs
 from fastload.store import object_store as native
-from fastload.store import retry, s3fs
 from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
@@ -45,15 +45,15 @@ BODY = OBJECTS[BAD]
 XML = b"<?xml version='1.0'?><Error><Code>InternalError</Code></Error>"
 
 
-LONG = retry.Policy(budget=60.0, first=0.01, longest=0.2)
+LONG = failures.RetryPolicy(budget=60.0, first=0.01, longest=0.2)
 
 
-def short(client: dict[str, Any]) -> retry.Policy:
+def short(client: dict[str, Any]) -> failures.RetryPolicy:
     """Where asking again does not help.
 
     s3fs builds its client in the first attempt, half a second if nothing else runs, and a second is to come.
     """
-    return retry.Policy(budget=5.0 if client else 2.0, first=0.01, longest=0.2)
+    return failures.RetryPolicy(budget=5.0 if client else 2.0, first=0.01, longest=0.2)
 
 
 def digest(body: Any) -> str:
@@ -127,7 +127,7 @@ CASES: dict[str, Case] = {}
 
 def scripted(name: str, *faults: Fault | None, repeat: bool = False, **arguments: Any) -> None:
     def case(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-        with changed((retry, "READ", short(client) if repeat else LONG)):
+        with changed((failures, "READ_POLICY", short(client) if repeat else LONG)):
             return load(
                 server, client, before_read=lambda _: server.script(BAD, *faults, repeat=repeat), **arguments
             )
@@ -299,7 +299,7 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
 
 @case("guard removed: no retry")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((retry, "READ", retry.Policy(budget=-1))):
+    with changed((failures, "READ_POLICY", failures.RetryPolicy(budget=-1))):
         return load(server, client, before_read=lambda _: server.script(BAD, Fault(status=500)))
 
 
@@ -307,7 +307,7 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
     from fastload.errors import StoreError
 
-    with changed((StoreError, "retry", "later"), (retry, "READ", short(client))):
+    with changed((StoreError, "retry", "later"), (failures, "READ_POLICY", short(client))):
         fault = Fault(status=404, code="NoSuchKey")
         return load(server, client, before_read=lambda _: server.script(BAD, fault, repeat=True))
 
@@ -347,7 +347,7 @@ def set_read_timeout(client: dict[str, Any], seconds: float) -> None:
 def main(client_name: str, guards_removed: bool) -> None:
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.DEBUG)  # to stderr, from the workers too
-    retry.READ = LONG
+    failures.READ_POLICY = LONG
     client: dict[str, Any] = {"client": "s3fs"} if client_name == "s3fs" else {}
     gc.freeze()  # every case collects garbage, and searching all of torch takes 0.1 to 0.4 s
     for name, run in CASES.items():

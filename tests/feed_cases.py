@@ -307,6 +307,6 @@ def test_many_epochs_take_no_more_memory(target: Target) -> None:
             if epoch % 2 and number == 4:
                 break
         gc.collect()
-        mapped.append(sum(len(worker.slots._memory) for worker in loader._iterator._executor.pool._workers))
+        mapped.append(sum(len(worker.slots._memory) for worker in loader._iterator._engine._workers))
     # Two batches made ahead, one in the making, three with the feed and one with this loop; spread unevenly.
     assert max(mapped) <= 2 * 3 + 2 * 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastload.cache import Cache, pull, push
+from fastload.cache import Cache, exchange
 
 __all__ = ["SmallPacks"]
 
@@ -13,5 +13,5 @@ class SmallPacks(Cache):
     """Packs of 20 KB, and ranges of 5 KB, in the processes that it is sent to."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        push.PACK_BYTES, pull.BESIDE_TRAINING = 20_000, pull.Pace(3, 5_000)
+        exchange.PACK_BYTES, exchange.BESIDE_TRAINING = 20_000, exchange.Pace(3, 5_000)
         super().__setstate__(state)

@@ -4,9 +4,9 @@
     Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
 
 `cache` is the class to use; `access` is what a process has open, and `directory` one opened directory.
-`segment` holds the records, `index` the way from key to record, `writer` the thread that fills, `inflight`
-the locks on objects being read, `maintenance` the whole of a directory. `push` and `pull` publish a cache in
-`packs`, and `remote` does both during a training.
+`segment` holds the records, `index` the way from key to record, `writer` the thread that fills and the locks
+on objects being read, `maintenance` the whole of a directory. `exchange` publishes a cache in `packs` and
+pulls them, and `remote` does both during a training.
 """
 
 from fastload.cache.cache import Cache, as_cache

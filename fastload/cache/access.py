@@ -48,7 +48,7 @@ class Access:
         abandon(self._directory, self)
 
     def open(self) -> Directory | None:
-        """The directory; None where it cannot be used, which is reported once."""
+        """Return the directory; None where it cannot be used, which is reported once."""
         if not self._tried:
             try:
                 self._directory = acquire(self._path, self)
@@ -70,7 +70,7 @@ class Access:
         return self._writer_failed or (self._tried and self._directory is None)
 
     def open_or_raise(self) -> Directory:
-        """The directory, with all that was written before in it.
+        """Return the directory, with all that was written before in it.
 
         Raises:
             CacheError: it cannot be opened.
@@ -88,7 +88,7 @@ class Access:
         return self._directory
 
     def is_writable(self, directory: Directory) -> bool:
-        """Whether this process can write; if not, the reason is reported once."""
+        """Return whether this process can write; if not, the reason is reported once."""
         if directory.writer is None:
             self._report_writer(
                 CacheError(
@@ -103,7 +103,7 @@ class Access:
         return not self._writer_failed
 
     def flush(self, timeout: float) -> bool:
-        """See `Cache.flush`."""
+        """Wait as `Cache.flush` does."""
         directory = self._directory
         if directory is None or directory.writer is None:
             return not self._tried
@@ -167,7 +167,7 @@ _finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority
 
 
 def acquire(path: str, user: object) -> Directory:
-    """The opened directory, shared in this process; `user` holds it until `release`."""
+    """Return the opened directory, shared in this process; `user` holds it until `release`."""
     with _lock:
         _finalizer.get()
         root_fd = open_root(path)
@@ -199,7 +199,7 @@ def _close_unused(directory: Directory) -> None:
 
 
 def abandon(directory: Directory | None, user: object) -> None:
-    """`release` for a collected user. Collection happens in any thread at any moment, also in one that holds
+    """Release for a collected user. Collection happens in any thread at any moment, also in one that holds
     the lock here: so this never waits for the lock, which is not reentrant, and does not let a writer thread
     join itself. What cannot be closed now is closed by the next call, or by the holder of the lock."""
     if directory is not None:

@@ -24,6 +24,7 @@ from fastload.cache.segment import (
     MAX_PAYLOAD,
     CorruptRecordError,
     Entry,
+    Places,
     checksum,
     record_size,
 )
@@ -230,6 +231,24 @@ class Cache:
                 access.counters.add("cache.corrupt")
                 entries.append(None)
         return entries
+
+    def locate(self, keys: Sequence[bytes]) -> Places:
+        """Return where the records of these keys lie, for the kernel, which reads and verifies them itself.
+
+        No miss is counted. Records that the kernel has used are counted by `count_hits`.
+        """
+        access = self._access.get()
+        directory = access.open()
+        if directory is not None and keys:
+            try:
+                return directory.files.places(keys, directory.index.packed(keys))
+            except (OSError, lmdb.Error) as error:
+                access.report(error)
+        return Places.none(len(keys))
+
+    def count_hits(self, count: int, nbytes: int) -> None:
+        """Count records that were read where `locate` has found them, and the bytes of their payloads."""
+        self.counters.merge({"cache.hits": count, "cache.bytes": nbytes})
 
     def has(self, key: bytes) -> bool:
         """Whether the index has `key`. No miss is counted, because nobody wanted the payload."""

@@ -39,7 +39,6 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.index import Index, SegmentGoneError, reserve_lock_file
-from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import (
     FORMAT,
     CorruptRecordError,
@@ -48,7 +47,7 @@ from fastload.cache.segment import (
     SegmentReader,
     is_segment_name,
 )
-from fastload.cache.writer import FULL, Writer
+from fastload.cache.writer import FULL, InflightLocks, Writer
 from fastload.errors import CacheError
 from fastload.store.files import DIR_FLAGS, is_part, make_root, whole_file
 
@@ -143,7 +142,7 @@ class Directory:
         return Index(self.path / "index", readonly=True)
 
     def _open_writable(self) -> Index:
-        """To read and write; where the disk has no room for the mark that it is in use, to read."""
+        """Open to read and write; where the disk has no room for the mark that it is in use, to read."""
         try:
             return self._open_locked()
         except (OSError, lmdb.DiskError) as error:
@@ -214,8 +213,8 @@ class Directory:
         try:
             fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.root_fd)
             with os.fdopen(fd, "rb") as file:
-                found = json.loads(file.read(4096))
-            return _State(str(found["boot"]), found["clean"] is True, found["reindex"] is True)
+                state = json.loads(file.read(4096))
+            return _State(str(state["boot"]), state["clean"] is True, state["reindex"] is True)
         except (OSError, ValueError, LookupError, TypeError):
             return _State()
 
@@ -225,7 +224,7 @@ class Directory:
             file.write(text.encode())
 
     def mark_damaged(self) -> None:
-        """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""
+        """Let the next process that opens the directory alone make a new index: LMDB called it corrupt."""
         self._damaged = True
         if not self.readonly:
             with contextlib.suppress(OSError):
@@ -234,7 +233,7 @@ class Directory:
     # -- records
 
     def read(self, key: bytes, entry: Entry) -> memoryview | None:
-        """The verified payload; None when the cache was cleared since the lookup.
+        """Return the verified payload; None when the cache was cleared since the lookup.
 
         Raises CorruptRecordError when the bytes are not what the entry promises, OSError or lmdb.Error when
         they cannot be read.
@@ -247,17 +246,17 @@ class Directory:
             return None
 
     def segment_names(self) -> list[str]:
-        """Names of the segment files on disk: regular files with a name of ours."""
+        """Return the names of the segment files on disk: regular files with a name of ours."""
         names = []
         for name in os.listdir(self.segments_fd):  # noqa: PTH208 (a descriptor, not a path)
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
-                if is_segment_name(name) and stat.S_ISREG(found.st_mode):
+                status = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
+                if is_segment_name(name) and stat.S_ISREG(status.st_mode):
                     names.append(name)
         return names
 
     def unindexed(self) -> Iterator[tuple[int, SegmentReader, bytes, Entry]]:
-        """Records in segments that the index does not point to; registers segments it does not know."""
+        """Yield records that the index does not point to; registers segments it does not know."""
         numbers = {name: number for number, name in self.index.segments().items()}
         for name in self.segment_names():
             with contextlib.suppress(CorruptRecordError, OSError):
@@ -268,23 +267,23 @@ class Directory:
                         yield number, reader, key, entry
 
     def _reindex(self, stopping: threading.Event) -> None:
-        """The writer's first job after a lost index. Payloads are verified when they are read."""
+        """Index all segments: the writer's first job after a lost index. Reads verify payloads."""
         batch: dict[int, list[tuple[bytes, Entry]]] = {}
         for number, _, key, entry in self.unindexed():
             if stopping.is_set():
                 return
-            found = batch.setdefault(number, [])
-            found.append((key, entry))
-            if len(found) >= REINDEX_BATCH:
+            records = batch.setdefault(number, [])
+            records.append((key, entry))
+            if len(records) >= REINDEX_BATCH:
                 self.publish(number, batch.pop(number))
-        for number, found in batch.items():
-            self.publish(number, found)
+        for number, records in batch.items():
+            self.publish(number, records)
         self._write_state(self._read_state()._replace(reindex=False))
 
-    def publish(self, number: int, found: list[tuple[bytes, Entry]]) -> int:
-        """Index records that were found in a segment; how many were new. Of a cleared one: none."""
+    def publish(self, number: int, records: list[tuple[bytes, Entry]]) -> int:
+        """Index records of a segment. Returns how many were new; of a cleared segment, none."""
         with contextlib.suppress(SegmentGoneError):
-            return self.index.publish(number, found)
+            return self.index.publish(number, records)
         return 0
 
     # -- closing
@@ -320,7 +319,7 @@ class Directory:
         self.segments_fd = self._lock_fd = self.root_fd = -1
 
     def forget(self, held: bool) -> None:
-        """After a fork, in the child: let go of the parent's files, touching none of its locks."""
+        """Let go of the parent's files, touching none of its locks: after a fork, in the child."""
         self.files.forget()
         if self.writer is not None:
             self.writer.forget()
@@ -337,8 +336,8 @@ def _boot_id() -> str:
 
 
 def identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def is_readonly(path: str) -> bool:
@@ -348,7 +347,7 @@ def is_readonly(path: str) -> bool:
 
 
 def open_root(path: str) -> int:
-    """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
+    """Return the file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
     make_root(path)
     root = Path(path) / FOLDER
     with contextlib.suppress(FileExistsError):
@@ -359,8 +358,8 @@ def open_root(path: str) -> int:
                 raise
     fd = os.open(root, DIR_FLAGS)
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise CacheError(
                 f"{root} belongs to or can be written by other users; remove it or use another path"
             )

@@ -3,7 +3,7 @@
 The index is derived data. Each record describes and verifies itself, so an index that is lost, stale or wrong
 costs misses, never wrong bytes. So commits are not synced (`sync=False`).
 
-py-lmdb forbids an environment to be open twice in one process, or to be used after a fork; `registry.py`
+py-lmdb forbids an environment to be open twice in one process, or to be used after a fork; `access.py`
 prevents both. No read transaction outlives the call that began it: an open one pins old pages, and the file
 grows without bound.
 """
@@ -79,30 +79,30 @@ class Index:
         return None if value is None else Entry.unpack(value)
 
     def packed(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """The packed entry of each key. One transaction costs as much as five lookups."""
+        """Return the packed entry of each key. One transaction costs as much as five lookups."""
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             return [txn.get(key) for key in keys]
 
     def holds(self, key: bytes, value: bytes) -> bool:
-        """Whether the entry of `key` is still this one, packed."""
+        """Return whether the entry of `key` is still this one, packed."""
         return self._get(key, self._entries) == value
 
     def segment_name(self, number: int) -> str:
-        """The file name of a segment; CorruptRecordError when the index has no such segment."""
+        """Return the file name of a segment; CorruptRecordError when the index has no such segment."""
         name = self._names.get(number)
         if name is None:
-            found = self._get(_NUMBER.pack(number), self._segments)
-            if found is None:
+            value = self._get(_NUMBER.pack(number), self._segments)
+            if value is None:
                 raise CorruptRecordError(f"no segment {number}")
-            name = self._names[number] = found.decode("ascii", "replace")
+            name = self._names[number] = value.decode("ascii", "replace")
         return name
 
     def has_segment(self, number: int) -> bool:
-        """Whether a segment is still registered; clearing the cache ends that."""
+        """Return whether a segment is still registered; clearing the cache ends that."""
         return self._get(_NUMBER.pack(number), self._segments) is not None
 
     def used_bytes(self) -> int:
-        """Bytes in all segments, by all processes, including records that are being written."""
+        """Return the bytes in all segments, by all processes, including records that are being written."""
         return _count(self._get(_BYTES, self._meta))
 
     def count(self) -> int:
@@ -114,19 +114,19 @@ class Index:
             return {_NUMBER.unpack(k)[0]: v.decode("ascii", "replace") for k, v in txn.cursor()}
 
     def items(self) -> list[tuple[bytes, bytes]]:
-        """Every (key, packed entry) as of now. A list, so that no transaction stays open meanwhile."""
+        """Return every (key, packed entry) as of now. A list, so that no transaction stays open meanwhile."""
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             return list(txn.cursor())
 
     def some(self, count: int) -> dict[bytes, bytes]:
-        """Up to `count` entries as key -> packed entry, from all over the index: keys are digests."""
-        found, rng = dict[bytes, bytes](), random.Random(0)
+        """Return up to `count` entries as key -> packed entry, from all over the index: keys are digests."""
+        entries, rng = dict[bytes, bytes](), random.Random(0)
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             cursor = txn.cursor()
             for _ in range(count):
                 if cursor.set_range(rng.randbytes(KEY_SIZE)) or cursor.first():
-                    found[cursor.key()] = cursor.value()
-        return found
+                    entries[cursor.key()] = cursor.value()
+        return entries
 
     # -- writes, one transaction each
 
@@ -218,7 +218,7 @@ class Index:
             self._env.close()
 
     def hold(self, timeout: float) -> bool:
-        """Before a fork: let no transaction be open. False if one did not end in time."""
+        """Let no transaction be open, before a fork. Returns False if one did not end in time."""
         if not self._write_lock.acquire(timeout=timeout):
             return False
         if not self._read_lock.acquire(timeout=timeout):
@@ -231,7 +231,7 @@ class Index:
         self._write_lock.release()
 
     def close_inherited(self) -> None:
-        """After a fork, in the child, only if `hold` succeeded. LMDB closes what this process mapped and
+        """Close it in a forked child, only if `hold` succeeded. LMDB closes what this process mapped and
         opened; locks and reader slots belong to the parent's pid and stay."""
         self._env.close()
 

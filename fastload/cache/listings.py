@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ from fastload.errors import CacheError, FastloadError, StoreError, address
 from fastload.metrics.units import parse_duration
 from fastload.store.base import Store
 from fastload.store.files import open_kept, open_lock, save_kept
-from fastload.store.keyed_listing import Keys
-from fastload.store.listing import ListingProgress, Selection
+from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -61,33 +60,23 @@ class Listings:
 
     @classmethod
     def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
-        """Those of a dataset with this cache."""
+        """Return those of a dataset with this cache."""
         parse_duration(max_age, "listing_max_age")  # before a warning about the folder
         return cls(None if cache is None else cache.manifests, max_age)
 
     def __fingerprint__(self) -> tuple[()]:
-        """No sample depends on where a listing comes from: see `datasets.fingerprint`."""
+        """Return nothing: no sample depends on where a listing comes from: see `datasets.fingerprint`."""
         return ()
 
-    def open(
-        self,
-        store: Store,
-        *,
-        images_only: bool = False,
-        labels: bool = False,
-        classes: Sequence[str] | None = None,
-        allow_empty: bool = False,
-        selection: Selection | None = None,
-        keys: Keys | None = None,
-    ) -> Manifest:
-        """The objects of a store: those that this job has listed, a kept listing, or a new one.
+    def open(self, store: Store, query: ListingQuery = EVERYTHING) -> Manifest:
+        """Return the objects of a store: those that this job has listed, a kept listing, or a new one.
 
         A listing that cannot tell an old object from a new one, or its place from another, is not kept, and
         a warning says so. After 2 s a listing shows its progress on stderr, or logs it.
 
         Args:
             store: what to list.
-            images_only, labels, selection, keys, classes, allow_empty: see `Manifest.build`.
+            query: which objects of it.
 
         Raises:
             ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
@@ -97,39 +86,26 @@ class Listings:
 
         from fastload.distributed.agreement import find_job  # imports torch, which a pull does without
 
-        def build(progress: ListingProgress) -> Manifest:
-            return Manifest.build(
-                store,
-                images_only=images_only,
-                labels=labels,
-                classes=classes,
-                allow_empty=allow_empty,
-                selection=selection,
-                keys=keys,
-                progress=progress,
-            )
-
         def usable(manifest: Manifest) -> bool:
-            if labels:
-                try:
-                    manifest.check_classes(store.url, classes, allow_empty)
-                except FastloadError:  # of an older listing; the store of today decides
-                    return False
+            try:
+                query.check_classes(store.url, manifest)
+            except FastloadError:  # of an older listing; the store of today decides
+                return False
             return True
 
         with ListingProgress(store.url) as progress:
             if self.directory is None or store.unidentified:
-                manifest = build(progress)
+                manifest = list_objects(store, query, progress)
                 _may_keep(manifest, store)
                 return manifest
-            name = _name(store.identity, images_only, labels, selection, keys)
+            name = f"{blake2b(store.identity.encode(), digest_size=16).hexdigest()}-{query.name()}"
             shelf = _Shelf(self.directory, name, store)
             job = find_job()
             if job is None and not self._max_age:
-                return shelf.keep(build(progress), None)
+                return shelf.keep(list_objects(store, query, progress), None)
             with shelf.listing_alone(progress):
-                found = shelf.find(job, self._max_age, usable)
-                manifest = shelf.keep(build(progress), job) if found is None else found
+                kept = shelf.find(job, self._max_age, usable)
+                manifest = shelf.keep(list_objects(store, query, progress), job) if kept is None else kept
         if job is not None:
             digest = _digest(manifest)
             if job.first(f"listing/{name}", digest) != digest:
@@ -142,22 +118,22 @@ class Listings:
         return manifest
 
     def holding(self, keys: str, versions: str) -> Manifest | None:
-        """The kept listing with these `Manifest.digests`, of any age."""
+        """Return the kept listing with these `Manifest.digests`, of any age."""
         if self.directory is None:
             return None
-        found = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
-        return None if found is None else Manifest.load(found)
+        path = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
+        return None if path is None else Manifest.load(path)
 
 
 def latest(directory: Path) -> list[Manifest]:
-    """The newest kept listing of each name."""
-    found = []
+    """Return the newest kept listing of each name."""
+    manifests = []
     for record in sorted(directory.glob("*.listings")):
         kept = _read(record)["listings"]
         path = directory / f"{record.stem}.{kept[-1]['digest']}.manifest" if kept else None
         manifest = None if path is None else Manifest.load(path)
-        found += [] if manifest is None else [manifest]
-    return found
+        manifests += [] if manifest is None else [manifest]
+    return manifests
 
 
 class _Shelf:
@@ -172,10 +148,10 @@ class _Shelf:
         self._record = directory / f"{name}.listings"
 
     def find(self, job: Job | None, max_age: float, usable: Callable[[Manifest], bool]) -> Manifest | None:
-        """The listing of this job, or else the newest one if it is young enough; noted as the job's."""
+        """Return the listing of this job, or the newest one if it is young enough; noted as the job's."""
         with self._changing() as record:
             now = time.time()
-            of_job = next((one for one in reversed(record["jobs"]) if job and _is_of(job, one)), None)
+            of_job = next((entry for entry in reversed(record["jobs"]) if job and _is_of(job, entry)), None)
             newest = record["listings"][-1] if record["listings"] else None
             if of_job is not None:
                 digest, why = of_job["listing"], "this job has made it"
@@ -199,11 +175,11 @@ class _Shelf:
             digest = _digest(manifest)
             with self._changing() as record:
                 manifest.save(self._path(digest))
-                others = [one for one in record["listings"] if one["digest"] != digest]
+                others = [listing for listing in record["listings"] if listing["digest"] != digest]
                 record["listings"] = [*others, {"digest": digest, "at": time.time()}][-_KEPT:]
                 if job is not None:
                     _note(record, job, digest)
-                kept = {self._path(one["digest"]) for one in record["listings"]}
+                kept = {self._path(listing["digest"]) for listing in record["listings"]}
                 for path in self._directory.glob(f"{self._name}.*.manifest"):
                     if path not in kept:
                         path.unlink(missing_ok=True)
@@ -235,7 +211,7 @@ class _Shelf:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        """The record; written if the block has changed it."""
+        """Open the record; it is written if the block has changed it."""
         lock = self._lock("listings.lock")
         try:
             if lock is not None:
@@ -262,7 +238,7 @@ class _Shelf:
 
 
 def _is_of(job: Job, entry: dict[str, Any]) -> bool:
-    """Whether this entry of a record is of this rank's job, and not of an earlier one of the same word.
+    """Return whether an entry of a record is of this rank's job, and not of an earlier one so named.
 
     Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
     """
@@ -280,7 +256,7 @@ def _is_of(job: Job, entry: dict[str, Any]) -> bool:
 def _note(record: dict[str, Any], job: Job, digest: str) -> None:
     """Note that this rank uses a listing."""
     entries = record["jobs"]
-    entry = next((one for one in entries if one["listing"] == digest and _is_of(job, one)), None)
+    entry = next((known for known in entries if known["listing"] == digest and _is_of(job, known)), None)
     if entry is None:
         entry = {"word": job.word, "restarts": job.restarts, "listing": digest, "ranks": {}}
         record["jobs"] = [*entries, entry][-_JOBS:]
@@ -290,13 +266,13 @@ def _note(record: dict[str, Any], job: Job, digest: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A record; an empty one if there is none, or if it is damaged or another's."""
+    """Return a record; an empty one if there is none, or if it is damaged or another's."""
     empty: dict[str, Any] = {"listings": [], "jobs": []}
     try:
         with os.fdopen(open_kept(path), "rb") as file:
             record = json.loads(file.read())
-        shape = all(type(one["digest"]) is str and one["at"] >= 0 for one in record["listings"])
-        shape &= all({"word", "restarts", "listing", "ranks"} <= one.keys() for one in record["jobs"])
+        shape = all(type(entry["digest"]) is str and entry["at"] >= 0 for entry in record["listings"])
+        shape &= all({"word", "restarts", "listing", "ranks"} <= entry.keys() for entry in record["jobs"])
         return record if shape else empty
     except CacheError as error:
         _log.warning(
@@ -312,7 +288,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _may_keep(manifest: Manifest, store: Store) -> bool:
-    """Whether changes of its objects can be told; a warning says why not."""
+    """Return whether changes of its objects can be told; a warning says why not."""
     why = manifest.why_not_cached(store)
     if why:
         warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=4)
@@ -321,14 +297,3 @@ def _may_keep(manifest: Manifest, store: Store) -> bool:
 
 def _digest(manifest: Manifest) -> str:
     return "".join(manifest.digests)
-
-
-def _name(
-    identity: str, images_only: bool, labels: bool, selection: Selection | None, keys: Keys | None
-) -> str:
-    taken = "labels" if labels else "images" if images_only else "all"
-    if selection is not None:
-        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    if keys is not None:
-        taken = f"{'labels-' if labels else ''}{keys.digest()}"
-    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}"

@@ -1,4 +1,4 @@
-"""Inspect, verify and clear a cache directory as a whole. Unlike reads and writes, these functions raise."""
+"""Inspect, verify, clear and measure a cache directory. Unlike reads and writes, these functions raise."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, PULLING, PUSHING, Directory
-from fastload.cache.inflight import FILES
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
+from fastload.cache.writer import LOCK_FILES
 from fastload.errors import CacheError
 from fastload.store.files import is_ours, is_part, nearest_existing
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets
 _LOOKED_AT = 64  # records
+_MEASURED_BYTES = 64 << 20
 # The last two were made by earlier versions.
 _ROOT_FILES = {
     MARKER,
     "lock",
     "index",
     "segments",
-    *FILES,
+    *LOCK_FILES,
     PULLING,
     PUSHING,
     f"{MARKER}.tmp",
@@ -62,24 +65,24 @@ class Report:
         return self.bad_entries == self.dropped_entries
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and `ok`, for JSON."""
+        """Return the fields and `ok`, for JSON."""
         return dataclasses.asdict(self) | {"ok": self.ok}
 
 
 def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
-    """The size of a cache directory (None: it does not exist) and the free bytes of its disk.
+    """Return the size of a cache directory (None: it does not exist) and the free bytes of its disk.
 
     Raises:
         CacheError: it cannot be read.
     """
     disk = os.statvfs(nearest_existing(path))
-    found = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
-    found["disk_free"] = disk.f_bavail * disk.f_frsize
+    sizes = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
+    sizes["disk_free"] = disk.f_bavail * disk.f_frsize
     if directory is None:
-        return found
+        return sizes
     with _as_cache_errors(directory):
         names = directory.segment_names()
-        return found | {
+        return sizes | {
             "exists": True,
             "entries": directory.index.count(),
             "bytes": sum(_sizes(directory, names).values()),
@@ -89,15 +92,15 @@ def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
 
 
 def share_containing(directory: Directory, pattern: bytes) -> float | None:
-    """The share of the records that have these bytes in them, estimated from a few; None: there is none."""
-    found = []
+    """Return the share of the records with these bytes in them, estimated from a few; None: no record."""
+    matches = []
     with _as_cache_errors(directory):
         for key, value in directory.index.some(_LOOKED_AT).items():
             with contextlib.suppress(CorruptRecordError):
                 payload = directory.read(key, Entry.unpack(value))
                 if payload is not None:
-                    found.append(pattern in bytes(payload))
-    return sum(found) / len(found) if found else None
+                    matches.append(pattern in bytes(payload))
+    return sum(matches) / len(matches) if matches else None
 
 
 def verify(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
@@ -213,7 +216,7 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 
 
 def _manifests(directory: Directory) -> list[Path]:
-    """The files that datasets keep beside the segments, in `Cache.manifests`."""
+    """Return the files that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []
@@ -231,11 +234,49 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
     ours = is_ours(parent / MANIFESTS)
-    found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
+    paths = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
     if ours:
-        found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
-    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
-    found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
+        paths += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
+    paths += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
+    paths += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
     segments = set(directory.segment_names())
-    found += [path for path in (root / "segments").iterdir() if path.name not in segments]
-    return sorted(str(path.relative_to(parent)) for path in found)
+    paths += [path for path in (root / "segments").iterdir() if path.name not in segments]
+    return sorted(str(path.relative_to(parent)) for path in paths)
+
+
+class Disk(NamedTuple):
+    """Bytes per second, sequential, without the page cache."""
+
+    write: float
+    read: float
+
+
+def measure_disk(directory: Path) -> Disk:
+    """Write 64 MiB to a file in `directory`, made if absent, and read it back.
+
+    Raises:
+        OSError: the directory is not writable, or the disk is full.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(1 << 20)
+    with _scratch_file(directory) as fd:
+        start = time.perf_counter()
+        for _ in range(_MEASURED_BYTES // len(block)):
+            os.write(fd, block)
+        os.fsync(fd)
+        written = time.perf_counter() - start
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for place in range(0, _MEASURED_BYTES, len(block)):
+            os.pread(fd, len(block), place)
+        return Disk(_MEASURED_BYTES / written, _MEASURED_BYTES / (time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def _scratch_file(directory: Path) -> Iterator[int]:
+    fd, path = tempfile.mkstemp(prefix="fastload-disk-", dir=directory)
+    try:
+        Path(path).unlink()  # now, so that a killed process leaves nothing
+        yield fd
+    finally:
+        os.close(fd)

@@ -59,14 +59,14 @@ def is_pack_name(key: str) -> bool:
 
 
 def tail_size(name: str) -> int:
-    """The bytes of index and trailer of a pack, which its name tells."""
+    """Return the bytes of index and trailer of a pack, which its name tells."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1])
 
 
 def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]) -> bytes:
-    """Index and trailer of a pack of records, as (key, length, checksum) in the order of their payloads."""
+    """Return index and trailer of a pack of records: (key, length, checksum), in the payloads' order."""
     head = json.dumps({"sources": sorted(sources)}).encode() + b"\n"
     if len(head) > _MOST_HEAD:  # of thousands of places; whoever reads the pack takes them for unknown
         head = b'{"sources": []}\n'
@@ -75,7 +75,7 @@ def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]
 
 
 def pack_name(tail: Buffer) -> str:
-    """The name of the pack that ends with these bytes."""
+    """Return the name of the pack that ends with these bytes."""
     return f"{hashlib.blake2b(tail, digest_size=16).hexdigest()}-{len(tail)}.pack"
 
 
@@ -99,12 +99,13 @@ class Pack:
         index = view[: -_TRAILER.size]
         if len(view) < _TRAILER.size:
             raise CacheError("is not a pack of a cache: it is too short", key=name)
-        magic, found, _, length, index_sum = _TRAILER.unpack(view[-_TRAILER.size :])
+        magic, pack_format, _, length, index_sum = _TRAILER.unpack(view[-_TRAILER.size :])
         if magic != _MAGIC:
             raise CacheError("is not a pack of a cache: its last bytes say otherwise", key=name)
-        if found != VERSION:
+        if pack_format != VERSION:
             raise CacheError(
-                f"has pack format {found}, and this fastload knows {VERSION}: use the version that pushed it",
+                f"has pack format {pack_format}, and this fastload knows {VERSION}: use the version that "
+                "pushed it",
                 key=name,
             )
         if length != len(index) or xxhash.xxh3_64_intdigest(index) != index_sum:
@@ -136,7 +137,7 @@ class Pack:
         return self.chosen(np.arange(len(self)))
 
     def chosen(self, numbers: np.ndarray[Any, Any]) -> Iterator[Record]:
-        """Some records, by their numbers in this pack."""
+        """Yield some records, by their numbers in this pack."""
         offsets = np.cumsum(self.lengths) - self.lengths
         for number in numbers:
             key, length, payload_sum = self._records[number].item()
@@ -191,9 +192,9 @@ class Published:
         known = self._settled | self.packs.keys() | self.damaged.keys()
         new = [info for info in packs if info.key not in known]
         with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
-            found = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
-        self.packs |= {pack.name: pack for pack in found}
-        return found
+            new_packs = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
+        self.packs |= {pack.name: pack for pack in new_packs}
+        return new_packs
 
     def _read(self, info: ObjectInfo) -> Pack | None:
         size = tail_size(info.key)
@@ -242,7 +243,7 @@ class Published:
 
 
 def sources_of(cache: Cache) -> frozenset[str]:
-    """The identities of the places that the datasets of this cache list."""
+    """Return the identities of the places that the datasets of this cache list."""
     folder = cache.manifests
     if folder is None or not folder.is_dir():
         return frozenset()

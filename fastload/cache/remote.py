@@ -37,9 +37,8 @@ from typing import IO, NamedTuple
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import PULLING, PUSHING, is_readonly
+from fastload.cache.exchange import Pulled, Pushed, pull, push
 from fastload.cache.packs import sources_of
-from fastload.cache.pull import Pulled, pull
-from fastload.cache.push import Pushed, push
 from fastload.errors import CacheError, FastloadError, NotFoundError, address
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import memory_file
@@ -131,14 +130,14 @@ class Remote:
 
     def _make_keys(self, reader: object, wanted: _Wanted, keys: Keys) -> None:
         """Make the keys of a reader, 7 us each, in slices between which the training gets the GIL."""
-        found = bytearray()
+        made = bytearray()
         for number, some in enumerate(keys()):
-            found += some
+            made += some
             if number % _SLICE == _SLICE - 1 and self._closing.wait(_REST_SECONDS):
                 return
         with self._lock:
-            wanted.keys = bytes(found)
-            if found:
+            wanted.keys = bytes(made)
+            if made:
                 self._waiting.append(wanted)
                 self._start_pull()
             else:  # as of shards that are not indexed yet
@@ -150,7 +149,7 @@ class Remote:
             self._start("pull", self._waiting.pop(0))
 
     def push(self) -> None:
-        """Publish what is not published yet, in the background. A push that runs still is not begun again."""
+        """Publish what is not published yet, in the background. Does nothing while a push is running."""
         with self._lock:
             self._collect("push")
             if "push" not in self._running:
@@ -178,7 +177,7 @@ class Remote:
             self._end("push")
 
     def _await_push(self) -> None:
-        """Requests to the store have deadlines, so this ends."""
+        """Wait for a push to end, as it does: requests to the store have deadlines."""
         if (running := self._running.get("push")) is not None:
             try:
                 running.process.wait(_SAY_SECONDS)
@@ -191,9 +190,9 @@ class Remote:
                 running.process.wait()
             self._collect("push")
 
-    def _end(self, kind: str) -> None:
+    def _end(self, task: str) -> None:
         """End a process that still runs."""
-        running = self._running.pop(kind, None)
+        running = self._running.pop(task, None)
         if running is None:
             return
         running.process.terminate()
@@ -204,50 +203,50 @@ class Remote:
             running.process.wait()
         running.result.close()
 
-    def _start(self, kind: str, wanted: _Wanted) -> None:
+    def _start(self, task: str, wanted: _Wanted) -> None:
         if is_readonly(self._cache.path):
-            self._warn(kind, "it is read-only")
+            self._warn(task, "it is read-only")
             return
         with contextlib.ExitStack() as undone:
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
                 job = pickle.dumps(
-                    Job(kind, self._cache, wanted.keys, wanted.settled, self._pushed, os.getpid())
+                    Job(task, self._cache, wanted.keys, wanted.settled, self._pushed, os.getpid())
                 )
-                with _open_memory("fastload-job") as given:
-                    given.write(job)
-                    given.seek(0)
+                with _open_memory("fastload-job") as file:
+                    file.write(job)
+                    file.seek(0)
                     process = subprocess.Popen(
                         [sys.executable, "-c", _WORK.format(path=sys.path)],
-                        stdin=given,
+                        stdin=file,
                         stdout=result,
                         # Ctrl-C is for the trainer, which ends it. In a session of its own the kernel would
                         # give it as much of the cores as the trainer, whatever its priority: sched(7).
                         process_group=0,
                     )
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-                self._warn(kind, f"no process could be started: {error}")
+                self._warn(task, f"no process could be started: {error}")
             else:
                 undone.pop_all()
-                self._running[kind] = _Running(process, result, wanted)
+                self._running[task] = _Running(process, result, wanted)
 
-    def _collect(self, kind: str) -> None:
+    def _collect(self, task: str) -> None:
         """Take the result of a process that has ended."""
-        running = self._running.get(kind)
+        running = self._running.get(task)
         if running is None or running.process.poll() is None:
             return
-        del self._running[kind]
+        del self._running[task]
         with running.result as file:
             file.seek(0)
             text = file.read()
         try:
             result = json.loads(text)
         except ValueError:
-            self._warn(kind, f"its process ended with status {running.process.returncode}")
+            self._warn(task, f"its process ended with status {running.process.returncode}")
             return
         if result["error"]:
-            self._warn(kind, result["error"])
-        if kind == "pull":
+            self._warn(task, result["error"])
+        if task == "pull":
             running.wanted.settled = result["settled"]
             self._counts.add("cache.pulled", result["records"])
             self._start_pull()
@@ -255,14 +254,14 @@ class Remote:
             self._pushed = result["entries"]
             self._counts.add("cache.pushed", result["records"])
 
-    def _warn(self, kind: str, text: str) -> None:
-        """Count a failure, and warn of the first one of a kind."""
+    def _warn(self, task: str, text: str) -> None:
+        """Count a failure, and warn of the first one of a task."""
         self._counts.add("cache.remote_failures")
-        if kind in self._warned:
+        if task in self._warned:
             return
-        self._warned.add(kind)
+        self._warned.add(task)
         message = (
-            f"fastload trains on without the {kind} of its cache {self._cache.path}: {text}. "
+            f"fastload trains on without the {task} of its cache {self._cache.path}: {text}. "
             f"See {address('cache-remote')}"
         )
         warn(message, stacklevel=3)
@@ -283,7 +282,7 @@ _remotes = ProcessLocal(_new_remotes)  # by directory and URL
 
 
 def remote_of(cache: Cache) -> Remote | None:
-    """The one of this process for the cache's directory and URL; None: the cache has no remote."""
+    """Return this process's `Remote` for the cache, or None without `remote=`."""
     if cache.remote is None:
         return None
     remotes, key = _remotes.get(), (cache.path, cache.remote.url)
@@ -308,7 +307,7 @@ class Job(NamedTuple):
     """What the process is started for.
 
     Args:
-        kind: "pull" or "push".
+        task: "pull" or "push".
         cache: with its `remote`.
         only: the keys of the records that are pulled, one behind the other.
         settled: names of packs that are not looked at again.
@@ -316,7 +315,7 @@ class Job(NamedTuple):
         trainer: the process that waits for it.
     """
 
-    kind: str
+    task: str
     cache: Cache
     only: bytes
     settled: list[str]
@@ -346,7 +345,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(job.trainer,), daemon=True).start()
     keep_clients_here()
     try:
-        result = _pull(job) if job.kind == "pull" else _push(job)
+        result = _pull(job) if job.task == "pull" else _push(job)
     except (FastloadError, OSError) as error:
         result = _Result(settled=job.settled, error=str(error))
     finally:

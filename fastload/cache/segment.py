@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 FORMAT = 1
 HEADER_SIZE = 64
@@ -53,6 +54,18 @@ _MAGIC = b"FLR1"
 _FIELDS = struct.Struct("<4sHH16s16sQQ")
 _SUM = struct.Struct("<Q")
 _ENTRY = struct.Struct("<IQQQ")
+_ENTRY_FIELDS = np.dtype([("segment", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("checksum", "<u8")])
+# Where a record lies and what its header must say, as the kernel takes it: fastload/images/segment.h.
+PLACE = np.dtype(
+    [
+        ("fd", "<i4"),
+        ("segment", f"V{SEGMENT_ID_SIZE}"),
+        ("key", f"V{KEY_SIZE}"),
+        ("length", "<u8"),
+        ("checksum", "<u8"),
+        ("offset", "<u8"),
+    ]
+)
 _ZEROS = bytes(HEADER_SIZE)
 
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,64}-[0-9]+-([0-9a-f]{32})\.seg", re.ASCII)
@@ -80,14 +93,14 @@ class Entry(NamedTuple):
 
     @classmethod
     def unpack(cls, value: bytes) -> Entry:
-        """Raises CorruptRecordError when `value` is not an index value of this format."""
+        """Read an entry; raises CorruptRecordError when `value` is not an index value of this format."""
         if len(value) != _ENTRY.size:
             raise CorruptRecordError(f"index value of {len(value)} bytes")
         return cls._make(_ENTRY.unpack(value))
 
 
 def checksum(payload: bytes | memoryview, head: bytes = b"") -> int:
-    """xxh3_64 of the payload, of which `head` is the first part."""
+    """Return xxh3_64 of the payload, of which `head` is the first part."""
     if not head:
         return int(xxhash.xxh3_64_intdigest(payload))
     digest = xxhash.xxh3_64(head)
@@ -96,7 +109,7 @@ def checksum(payload: bytes | memoryview, head: bytes = b"") -> int:
 
 
 def record_size(length: int) -> int:
-    """Bytes on disk of a record whose payload has `length` bytes."""
+    """Return the bytes on disk of a record whose payload has `length` bytes."""
     return HEADER_SIZE + length + -length % HEADER_SIZE
 
 
@@ -110,7 +123,7 @@ def pack_header(segment_id: bytes, key: bytes, length: int, payload_sum: int) ->
 
 
 def verify(data: memoryview, segment_id: bytes, key: bytes, entry: Entry) -> memoryview:
-    """The payload inside `data` (header and payload, as read), or CorruptRecordError.
+    """Return the payload inside `data` (header and payload, as read), or CorruptRecordError.
 
     The header is compared with the one this entry must have: one comparison checks every field.
     """
@@ -123,7 +136,7 @@ def verify(data: memoryview, segment_id: bytes, key: bytes, entry: Entry) -> mem
 
 
 def parse_header(header: bytes, segment_id: bytes) -> tuple[bytes, int, int] | None:
-    """(key, length, payload checksum) of a sound header of this segment, None for anything else."""
+    """Return (key, length, payload checksum) of a sound header of this segment, None for anything else."""
     if len(header) != HEADER_SIZE or header[:4] != _MAGIC:
         return None
     fields, (header_sum,) = header[: _FIELDS.size], _SUM.unpack(header[_FIELDS.size :])
@@ -139,7 +152,7 @@ def is_segment_name(name: str) -> bool:
 
 
 def segment_id(name: str) -> bytes:
-    """The random part of a segment's name, which every record header in it repeats."""
+    """Return the random part of a segment's name, which every record header in it repeats."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CorruptRecordError(f"{name!r} is not a segment name")
@@ -236,7 +249,7 @@ class SegmentReader:
         return self._size
 
     def read(self, key: bytes, entry: Entry) -> memoryview:
-        """The verified payload, in memory of its own. Checks the length before it allocates anything."""
+        """Return the verified payload, in memory of its own. Checks the length before it allocates."""
         end = entry.offset + HEADER_SIZE + entry.length
         if entry.length > MAX_PAYLOAD or (end > self._size and end > self.size()):
             raise CorruptRecordError("record extends beyond its segment")
@@ -259,7 +272,7 @@ class SegmentReader:
             os.posix_fadvise(self.fd, entry.offset, end - entry.offset, os.POSIX_FADV_WILLNEED)
 
     def scan(self, number: int) -> Iterator[tuple[bytes, Entry]]:
-        """(key, entry) of every record whose header is sound and which ends inside the file.
+        """Yield (key, entry) of every record whose header is sound and which ends inside the file.
 
         Reads headers only. Behind a damaged header it looks for the next sound one.
         """
@@ -281,6 +294,25 @@ class SegmentReader:
                 if parse_header(block[at : at + HEADER_SIZE], self.id) is not None:
                     return begin + at
         return size
+
+
+class Places(NamedTuple):
+    """Where a cache has the records of some keys. Their segments stay open as long as this lives.
+
+    Attributes:
+        here: of each key, whether the cache has its record.
+        table: the places of these records, in the order of the keys, as an array of `PLACE`.
+        readers: the segments.
+    """
+
+    here: NDArray[np.bool_]
+    table: NDArray[np.void]
+    readers: list[SegmentReader]
+
+    @classmethod
+    def none(cls, count: int) -> Places:
+        """Return the places of `count` keys of which there is no record."""
+        return cls(np.zeros(count, np.bool_), np.empty(0, PLACE), [])
 
 
 class SegmentFiles:
@@ -305,12 +337,43 @@ class SegmentFiles:
                 self._open.popitem(last=False)
         return reader
 
+    def places(self, keys: Sequence[bytes], packed: Sequence[bytes | None]) -> Places:
+        """Return where the records of these keys lie, by their packed entries.
+
+        Records whose segment cannot be opened, or whose entry is damaged, are left out as if they were not
+        there: a read of such a record alone says what is wrong with it.
+        """
+        here = np.fromiter((value is not None and len(value) == _ENTRY.size for value in packed), np.bool_)
+        joined = b"".join([value for value, known in zip(packed, here, strict=True) if value and known])
+        entries = np.frombuffer(joined, _ENTRY_FIELDS)
+        numbers, segments = np.unique(entries["segment"], return_inverse=True)
+        readers: list[SegmentReader] = []
+        usable = np.ones(len(numbers), np.bool_)
+        for position, number in enumerate(numbers.tolist()):
+            try:
+                readers.append(self.get(number))
+            except (CorruptRecordError, OSError):
+                usable[position] = False
+        table = np.empty(len(entries), PLACE)
+        table["key"] = np.frombuffer(b"".join(keys), PLACE["key"])[here]
+        for name in ("length", "checksum", "offset"):
+            table[name] = entries[name]
+        if not usable.all():
+            kept = usable[segments]
+            here[here] = kept
+            table, segments = table[kept], (np.cumsum(usable) - 1)[segments[kept]]
+        if readers:
+            table["fd"] = np.array([reader.fd for reader in readers], np.int32)[segments]
+            ids = np.frombuffer(b"".join(reader.id for reader in readers), PLACE["segment"])
+            table["segment"] = ids[segments]
+        return Places(here, table, readers)
+
     def clear(self) -> None:
         with self._lock:
             self._open.clear()
 
     def forget(self) -> None:
-        """After a fork, in the child: close what was inherited. The lock may be held by a thread that is not
+        """Close what was inherited, in a forked child. The lock may be held by a thread that is not
         here any more, so it is not taken."""
         for reader in self._open.values():
             reader.forget()

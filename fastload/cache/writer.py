@@ -8,13 +8,22 @@ then, the file of another program may be gone. Any other error ends the writer a
 then passes through.
 
 Filling must never slow training, so `put` waits for nothing unless it is told to, and a full queue drops.
+
+Of the processes that share a cache directory, one at a time reads an object: the one with its in-flight lock,
+which the writer ends. A lock is on one byte of a file `claims*` in the cache directory: the byte that the
+object's key names. The kernel keeps it (a file of 0 bytes can be locked anywhere), and frees it when the
+process ends, however it ends: nothing expires, is refreshed or cleaned up. The locks belong to the open file
+(`F_OFD_SETLK`), not to the process: `lockf`'s would all be gone once any copy of the file is closed. A lock
+is advice: a process that does not get it waits a little for the other's result, then reads by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import struct
 import threading
 import time
 from collections import deque
@@ -24,7 +33,6 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.index import Index, SegmentGoneError
-from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import Entry, SegmentWriter, new_segment_name, record_size
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
@@ -95,7 +103,7 @@ class Writer:
         self._queue.drop(key, entry)
 
     def _start(self) -> None:
-        """Before anything is queued: `close` then finds the thread that has to write it."""
+        """Start the thread before anything is queued: `close` then finds who has to write it."""
         if self._thread is not None or self._queue.has_ended:
             return
         with self._starting:
@@ -127,7 +135,7 @@ class Writer:
         return threading.current_thread() is self._thread
 
     def forget(self) -> None:
-        """After a fork, in the child, where the thread does not exist: close the inherited segment."""
+        """Close the inherited segment, in a forked child, where the thread does not exist."""
         if self._segment is not None:
             self._segment.close()
 
@@ -318,7 +326,7 @@ class WriteQueue:
         return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
 
     def _is_batch(self) -> bool:
-        """Whether what is queued need not wait for more: it fills a batch, or half of a smaller queue."""
+        """Return whether what is queued need not wait: it fills a batch, or half of a smaller queue."""
         return len(self._items) >= BATCH_RECORDS or self.nbytes >= min(BATCH_BYTES, payload_limit() // 2)
 
     def drop(self, key: bytes, entry: Entry) -> None:
@@ -352,7 +360,7 @@ class WriteQueue:
             self._changed.notify_all()
 
     def take(self) -> Batch | None:
-        """The next batch, once there is one; None once the queue is closed and empty."""
+        """Return the next batch, once there is one; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
             self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
@@ -365,7 +373,7 @@ class WriteQueue:
         return Batch(items, drops) if items or drops else None
 
     def finish(self, items: Sequence[Item], count: int) -> None:
-        """These records, and `count` queued things in all, are settled."""
+        """Count these records, and `count` queued things in all, as done."""
         with self._changed:
             self.nbytes -= sum(record_size(item.length) for item in items)
             self._keys.difference_update(item.key for item in items)
@@ -383,3 +391,67 @@ class WriteQueue:
             self.nbytes = 0
             self._finished = self._submitted
             self._changed.notify_all()
+
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: of 64-bit Linux
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+# The kernel goes through all locks of a file for each new one. Measured for one lock and unlock while
+# 2,000 others are held: 28 us with one file, 7 us with eight.
+LOCK_FILES = tuple(f"claims{number}" for number in range(8))
+
+
+class InflightLocks:
+    """The in-flight locks of one process in one cache directory. Threads may share it.
+
+    Where a lock cannot be tried (a file system without such locks, no permission), it is granted.
+    """
+
+    def __init__(self, root_fd: int) -> None:
+        self._guard = threading.RLock()  # a payload that is collected gives its lock back, in any thread
+        self._held: set[bytes] = set()
+        self._fds: list[int] = []
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            for name in LOCK_FILES:
+                self._fds.append(os.open(name, flags, 0o600, dir_fd=root_fd))
+        except OSError:
+            self.close()
+
+    def lock(self, key: bytes) -> bool:
+        """Lock the object with this cache key. False: it is locked, perhaps by another thread here."""
+        with self._guard:
+            if key in self._held:
+                return False
+            try:
+                self._set(key, fcntl.F_WRLCK)
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    return False
+            self._held.add(key)
+        return True
+
+    def unlock(self, key: bytes) -> None:
+        """Unlock the object; nothing happens where this process has no lock on it."""
+        with self._guard:
+            if key not in self._held:
+                return
+            self._held.discard(key)
+            with contextlib.suppress(OSError):
+                self._set(key, fcntl.F_UNLCK)
+
+    def _set(self, key: bytes, lock_type: int) -> None:
+        fds = self._fds
+        if not fds:
+            return
+        # 63 bits of a digest: two objects in flight that share a byte are unlikely, and would only wait for
+        # each other.
+        byte = int.from_bytes(key[:8], "little") >> 1
+        fcntl.fcntl(
+            fds[key[8] % len(fds)], fcntl.F_OFD_SETLK, _FLOCK.pack(lock_type, os.SEEK_SET, byte, 1, 0)
+        )
+
+    def close(self) -> None:
+        """Unlock all. In a forked child this leaves the parent's locks as they are."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)

@@ -272,7 +272,7 @@ def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: Jso
     for a race of two nodes. After an interruption, run the same command again.
     """
     import fastload
-    from fastload.cache.push import push as publish
+    from fastload.cache.exchange import push as publish
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())
@@ -333,7 +333,7 @@ def pull(
     pack is damaged; the records of all others are in the cache.
     """
     import fastload
-    from fastload.cache.pull import pull as fetch
+    from fastload.cache.exchange import pull as fetch
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())

@@ -25,10 +25,10 @@ from fastload.datasets.prepare import LOSSLESS, PrepareStep
 from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import Source
+from fastload.fetch.reads import Source
 from fastload.images.dct import Unindexed, with_rows
 from fastload.metrics.counters import Counters
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 
@@ -86,7 +86,7 @@ class StoreDataset(Dataset[Any]):
         return self._finish(record, self._get(record))
 
     @property
-    def allowance(self) -> Allowance | None:
+    def budget(self) -> RequestBudget | None:
         """What was asked of the store, by all processes of this trainer; None: it is a directory."""
         return None
 

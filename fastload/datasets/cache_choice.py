@@ -17,12 +17,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fastload.cache import Cache
-from fastload.cache.disk import memory_for_pages
 from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in
 from fastload.errors import CacheError, DecodeError
 from fastload.images import dct
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import active
+from fastload.metrics.machine import memory_for_pages
 from fastload.metrics.units import format_size
 from fastload.store.process import speaks
 

@@ -22,7 +22,7 @@ from fastload.datasets.view import View
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.images.encoded import EncodedBatch
-from fastload.store.keyed_listing import Keys
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
@@ -175,14 +175,13 @@ class ImageFolder(ObjectDataset):
         return super().identities(records) + labels.view(np.uint64)
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(
-            self._store,
-            images_only=True,
+        query = ListingQuery(
             labels=True,
             classes=self._classes,
             allow_empty=self._allow_empty or keys is not None,
             keys=None if keys is None else Keys(keys, folders=self._classes is None),
         )
+        return self._listings.open(self._store, query)
 
     def _label(self, index: int) -> int:
         return int(self._index_of[self._manifest.label(index)])

@@ -22,15 +22,15 @@ from fastload.datasets.protocols import Allocate, RowErrors, own_samples
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
-from fastload.store.allowance import Allowance
 from fastload.store.base import Store
-from fastload.store.keyed_listing import Keys, as_keys
+from fastload.store.budget import RequestBudget
+from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
 
@@ -124,8 +124,8 @@ class ObjectDataset(StoreDataset):
         super().__setattr__(name, value)
 
     @property
-    def allowance(self) -> Allowance | None:
-        return self._store.allowance
+    def budget(self) -> RequestBudget | None:
+        return self._store.budget
 
     def __len__(self) -> int:
         return len(self._manifest)
@@ -305,7 +305,7 @@ class ObjectDataset(StoreDataset):
         return self._listings, self._manifest
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(self._store, keys=None if keys is None else Keys(keys))
+        return self._listings.open(self._store, ListingQuery(keys=None if keys is None else Keys(keys)))
 
     def _known_images(self, transform: Any) -> tuple[Mode, ...]:
         """The cache modes, of "dct" and "auto", in which all objects are known to be images."""

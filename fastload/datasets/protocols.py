@@ -16,7 +16,7 @@ import torch
 
 from fastload.errors import ArgumentError
 from fastload.metrics.counters import Counters
-from fastload.store.translate import redacted
+from fastload.store.failures import redacted
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 RowRequests = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)

@@ -31,15 +31,15 @@ from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, curren
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields
-from fastload.datasets.warm import Warmed, warm
+from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import is_fused
 from fastload.images.rng import mix_all
-from fastload.store import limited_together, open_store
-from fastload.store.allowance import Allowance
-from fastload.store.keyed_listing import Keys
+from fastload.store import open_store, with_budget
+from fastload.store.budget import RequestBudget
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class TableDataset(FieldsDataset):
                 "the column 'image' names"
             )
         self.transform = transform
-        options = limited_together(storage_options)
-        self._allowance: Allowance = options["max_gets"]
+        options = with_budget(storage_options)
+        self._budget: RequestBudget = options["budget"]
         self._read(table, options, Listings.of(kept_in, listing_max_age))
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
@@ -173,7 +173,7 @@ class TableDataset(FieldsDataset):
             root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
-            self._manifest = listings.open(self._store, keys=Keys(keys))
+            self._manifest = listings.open(self._store, ListingQuery(keys=Keys(keys)))
             self._listings = listings
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
@@ -181,12 +181,12 @@ class TableDataset(FieldsDataset):
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on what the maker remembers, or on requests: see `datasets.fingerprint`."""
-        passing = ("_maker", "_allowance")
+        passing = ("_maker", "_budget")
         return {name: value for name, value in self.__getstate__().items() if name not in passing}
 
     @property
-    def allowance(self) -> Allowance | None:
-        return self._allowance
+    def budget(self) -> RequestBudget | None:
+        return self._budget
 
     def __len__(self) -> int:
         return self._count
@@ -224,6 +224,12 @@ class TableDataset(FieldsDataset):
         objects = (one for index in indices for one in self._objects(self._record(index)))
         outcomes = warm(objects, cache, prefetcher, key=self._object_key, size=self._manifest.size)
         return (outcome._replace(sample=outcome.sample // len(self._files)) for outcome in outcomes)
+
+    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """Return what `warm` has to read for these samples. Raises as `warm`."""
+        objects = (one for index in indices for one in self._objects(self._record(index)))
+        source = ObjectSource(self._store, self._manifest, key=self._object_key)
+        return find_missing(objects, self._cache_to_fill(), source)
 
     def outstanding(self) -> int:
         return -(-super().outstanding() // max(1, len(self._files)))

@@ -30,8 +30,8 @@ from fastload.formats.parquet import decoded_bytes, leaf_columns
 from fastload.formats.pieces import too_large
 from fastload.store import open_store
 from fastload.store.client_process import ClientProcess, clients_live_here
+from fastload.store.failures import redacted
 from fastload.store.process import SharedFile
-from fastload.store.translate import redacted
 
 _KINDS = {
     "csv": "CSV",

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from fastload.datasets.table_fields import pattern_parts
 from fastload.errors import ArgumentError
+from fastload.store.failures import redacted
 from fastload.store.open import check_protocol
-from fastload.store.translate import redacted
 
 
 def object_keys(patterns: Sequence[str], table: Any, url: str, read_from: str = "") -> tuple[str, list[str]]:

@@ -24,7 +24,7 @@ from fastload.errors import (
     ShortReadError,
 )
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import Source
+from fastload.fetch.reads import Source
 from fastload.images.dct import Unindexed, with_rows
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight

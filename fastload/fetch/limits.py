@@ -93,7 +93,7 @@ class ConcurrencyLimiter:
         self._recovered_at = 0.0
 
     def finished(self, seconds: float) -> None:
-        """One read took so long."""
+        """Note how long a read took."""
         self._reads += 1
         if self._reads == _GLANCE:
             self._far = seconds > _FAR
@@ -102,7 +102,7 @@ class ConcurrencyLimiter:
             self._seconds += seconds
 
     def grow(self, now: float) -> None:
-        """The consumer waits, and `value` requests are in flight."""
+        """Grow where it helps: the consumer waits, and `value` requests are in flight."""
         if self._cut_at is not None:
             self._recover(now)
         elif self._far and not self._pinned and not self._stepped:
@@ -112,7 +112,7 @@ class ConcurrencyLimiter:
             self._step(self._seconds / (self._reads - self.value), now)
 
     def slow_down(self, now: float) -> None:
-        """The store asked for fewer requests."""
+        """Halve the limit: the store asked for fewer requests."""
         if self._cut_at is None or now - self._cut_at >= _CUT:
             self._cut_at = self._recovered_at = now
             self._set(max(1, self.value // 2))
@@ -149,12 +149,12 @@ class Hedging:
         self._reads = self._hedged = 0
 
     def finished(self, seconds: float) -> None:
-        """One read took so long."""
+        """Note how long a read took."""
         self._latencies.append(seconds)
         self._reads += 1
 
     def due(self, seconds: float) -> bool:
-        """Whether to repeat a request that has taken `seconds` so far. True counts as a second request."""
+        """Return whether to repeat a request that has taken `seconds` so far. True counts as a repeat."""
         settings = self._settings
         if self._reads < settings.hedge_after or self._hedged + 1 > settings.hedge_share * self._reads:
             return False
@@ -166,7 +166,7 @@ class Hedging:
 
 
 def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[ConcurrencyLimiter, int]:
-    """This process's part of the node's limit of requests and bytes in flight."""
+    """Return this process's part of the node's limit of requests and bytes in flight."""
     from torch.utils.data import get_worker_info
 
     settings = settings or SETTINGS
@@ -205,20 +205,25 @@ class ByteBudget:
         _budgets.get().add(self)
 
     def bytes(self, size: int) -> int:
-        """The bytes that may be held, where the next sample has this size."""
+        """Return the bytes that may be held, where the next sample has this size."""
         share = payload_limit() // max(1, len(_budgets.get()))
         self.value = min(self._most, share, max(self._wanted, _LEAST_READS * size))
         return self.value
 
     def handed_out(self, size: int) -> None:
-        """A sample has left."""
+        """Note that a sample has left."""
         self._passed += size
 
     def grow(self, size: int, seconds: float) -> bool:
-        """The budget holds back a sample of this size, and a consumer has waited so long since the last call.
+        """Grow where a consumer has waited for a sample of this size, which the budget holds back.
 
-        Returns whether the budget has grown. Each step has to show its effect first: at the start of an
-        epoch, every sample is waited for.
+        Each step has to show its effect first: at the start of an epoch, every sample is waited for.
+
+        Args:
+            seconds: the wait since the last call.
+
+        Returns:
+            Whether the budget has grown.
         """
         self._waited += seconds
         before, now = self.bytes(size), self._clock()
@@ -235,5 +240,5 @@ _budgets: ProcessLocal[weakref.WeakSet[ByteBudget]] = ProcessLocal(weakref.WeakS
 
 
 def budgeted_bytes() -> int:
-    """The sum of the budgets of all prefetchers of this process, which is never above the process's limit."""
+    """Return the sum of the budgets of this process's prefetchers, never above the process's limit."""
     return min(payload_limit(), sum(budget.value for budget in list(_budgets.get())))

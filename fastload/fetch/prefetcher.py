@@ -21,9 +21,8 @@ from fastload.cache import Cache
 from fastload.errors import StoreError
 from fastload.fetch import limits
 from fastload.fetch.limits import ByteBudget, Hedging, ReadSettings, process_share
-from fastload.fetch.queues import ReaderQueues
-from fastload.fetch.reads import CachedReads, DeferredReads, Part, RangedReads, Read
-from fastload.fetch.source import Source
+from fastload.fetch.queues import DeferredReads, ReaderQueues
+from fastload.fetch.reads import Read, Request, SampleReads, Source
 from fastload.fetch.threads import ThreadTeam, this_thread
 from fastload.metrics.counters import Counters
 
@@ -76,15 +75,11 @@ class Prefetcher:
         self._counters = counters
         self.limiter, most_bytes = process_share(source.store, settings)
         self._hedging = Hedging(settings) if source.store.reading.hedge else None
-        self._cached = CachedReads(
-            RangedReads(source, counters, self._before_retry),
-            source,
-            cache,
-            prepare=prepare,
-            counters=counters,
+        self._samples = SampleReads(
+            source, cache, prepare=prepare, counters=counters, wait=self._before_retry
         )
         lock = threading.Lock()
-        self._work = threading.Condition(lock)  # reader threads wait here for parts
+        self._work = threading.Condition(lock)  # reader threads wait here for requests
         self._done = threading.Condition(lock)  # consumers wait here for reads
         self._reads: dict[int, Read] = {}
         self._cancelled: deque[int] = deque()
@@ -92,7 +87,7 @@ class Prefetcher:
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
         self._deferred = DeferredReads(
-            self._cached, lock, settings.inflight_patience, found=self._settle, put_back=self._put_back
+            self._samples, lock, settings.inflight_patience, complete=self._complete, put_back=self._put_back
         )
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
@@ -106,8 +101,8 @@ class Prefetcher:
                 else:
                     known.wanted += 1
         reads = [self._new_read(index) for index in new]
-        self._cached.look_up(reads)
-        parts = [part for read in reads if read.entry is None for part in self._parts(read)]
+        self._samples.look_up(reads)
+        requests = [request for read in reads if read.entry is None for request in self._plan(read)]
         with self._work:
             for read in reads:
                 known = self._reads.setdefault(read.index, read)
@@ -115,20 +110,20 @@ class Prefetcher:
                     read.wanted = new[read.index]
                 else:  # another thread has requested it meanwhile
                     known.wanted += new[read.index]
-            parts = [part for part in parts if self._reads[part.read.index] is part.read]
-            self._queues.add(parts, reader)
-            if parts:
-                self._queues.open_with({part.read for part in parts})
+            requests = [request for request in requests if self._reads[request.read.index] is request.read]
+            self._queues.add(requests, reader)
+            if requests:
+                self._queues.open_with({request.read for request in requests})
             self._wake(len(self._queues))
-        self._cached.drain_counters()
+        self._samples.drain_counters()
 
     def is_here(self, index: int) -> bool:
-        """Whether `get` will not wait for the store."""
+        """Return whether `get` will not wait for the store."""
         read = self._reads.get(index)
         return read is not None and (read.done or read.entry is not None)
 
     def get(self, index: int) -> Any:
-        """The sample's bytes (or what `prepare` made of them). Blocks until they are there.
+        """Return the sample's bytes (or what `prepare` made of them). Blocks until they are there.
 
         Raises:
             StoreError, DecodeError: reading or preparing this sample failed; the error carries its key.
@@ -147,7 +142,7 @@ class Prefetcher:
         self._counters.add("get.ahead")
         if read.entry is not None:
             self._drop(read)
-            return self._cached.read_now(read)
+            return self._samples.read_now(read)
         if not read.done:
             self._wait(read)
         self._drop(read)
@@ -161,8 +156,8 @@ class Prefetcher:
         """Forget requested samples: `get` will not be called for them.
 
         Never waits for the lock: an iterator that is collected calls this, in any thread at any moment, also
-        in one that holds the lock. A sample that cannot be dropped at once goes when the next part is begun,
-        or the next sample is handed out.
+        in one that holds the lock. A sample that cannot be dropped at once goes when the next request begins,
+        or the next sample is delivered.
         """
         self._cancelled.extend(indices)
         if self._work.acquire(blocking=False):
@@ -172,7 +167,7 @@ class Prefetcher:
                 self._work.release()
 
     def outstanding(self) -> Outstanding:
-        """The samples that were requested and not handed out, and their requests."""
+        """Return the samples that were requested and not handed out, and their requests."""
         with self._work:
             self._drop_cancelled()
             awaited = tuple(index for index, read in self._reads.items() if read.awaited)
@@ -187,21 +182,21 @@ class Prefetcher:
             self._work.notify_all()
         self._threads.join(_CLOSE_SECONDS)
         self._deferred.join(_CLOSE_SECONDS)
-        self._cached.close()
+        self._samples.close()
 
     # --- for the consumer
 
     def _new_read(self, index: int) -> Read:
         return Read(index, self._source.size(index))
 
-    def _parts(self, read: Read) -> list[Part]:
-        return [Part(read, start, stop) for start, stop in self._cached.plan(read)]
+    def _plan(self, read: Read) -> list[Request]:
+        return [Request(read, start, stop) for start, stop in self._samples.plan(read)]
 
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
         read = self._new_read(index)
-        self._cached.look_up([read])
-        return self._cached.read_now(read)
+        self._samples.look_up([read])
+        return self._samples.read_now(read)
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
@@ -231,7 +226,7 @@ class Prefetcher:
     def _advance(self, read: Read) -> None:
         """Let a read that a consumer waits for be next: in its queue it may lie behind later samples."""
         if not self._queues.advance(read) and not read.started:  # Ctrl-C came while it was announced
-            self._queues.add(self._parts(read), None)
+            self._queues.add(self._plan(read), None)
             self._queues.advance(read)
 
     def _is_late(self, read: Read, hedging: Hedging) -> bool:
@@ -243,7 +238,7 @@ class Prefetcher:
         read.hedged = True
         read.attempts += 1
         self._counters.add("get.hedged")
-        self._queues.put_first(Part(read, 0, read.size))
+        self._queues.put_first(Request(read, 0, read.size))
         self._wake(1)
 
     def _drop(self, read: Read) -> None:
@@ -258,7 +253,7 @@ class Prefetcher:
                 self._forget(read)
 
     def _forget(self, read: Read) -> None:
-        """One of the readers that requested it does not want it any more."""
+        """Note that one of the readers that requested it does not want it any more."""
         read.wanted -= 1
         if read.wanted != 0:  # still wanted elsewhere, or already released
             return
@@ -273,31 +268,31 @@ class Prefetcher:
     # --- in the reader threads
 
     def _staff(self) -> None:
-        """Have a thread for every part that may be read now."""
+        """Have a thread for every request that may be read now."""
         busy = len(self._threads) - self._threads.idle
         self._threads.grow(min(self.limiter.value, busy + self._queues.may_begin()))
 
     def _read_on(self) -> None:
-        """A reader thread: reads the queue in order, within the limits on requests and bytes."""
-        while (part := self._next_part()) is not None:
-            self._read_part(part)
-            del part  # an idle thread holds no payload
+        """Read the queue in order, within the limits on requests and bytes: a reader thread."""
+        while (request := self._next_request()) is not None:
+            self._make_request(request)
+            del request  # an idle thread holds no payload
 
-    def _read_part(self, part: Part) -> None:
-        read, start = part.read, time.monotonic()
+    def _make_request(self, request: Request) -> None:
+        read, start = request.read, time.monotonic()
         payload, error = None, None
         try:
-            if self._cached.reserve(read):
-                payload = self._cached.read(*part)
-            elif (payload := self._cached.found_meanwhile([read])[0]) is None:
-                self._defer(part)
+            if self._samples.reserve(read):
+                payload = self._samples.read(*request)
+            elif (payload := self._samples.found_meanwhile([read])[0]) is None:
+                self._defer(request)
                 return
         except BaseException as caught:  # a panic of the store's client is no Exception
             error = caught
-            self._cached.release(read)
+            self._samples.release(read)
         self._finish(read, payload, error, time.monotonic() - start)
 
-    def _next_part(self) -> Part | None:
+    def _next_request(self) -> Request | None:
         with self._work:
             self._drop_cancelled()
             woken = self._threads.wait(
@@ -309,19 +304,19 @@ class Prefetcher:
             assert queue is not None
             return self._queues.begin(queue, time.monotonic())
 
-    def _defer(self, part: Part) -> None:
+    def _defer(self, request: Request) -> None:
         """Look for it later; another read may begin in its place."""
         with self._work:
             self._queues.requests -= 1
-            self._queues.passed(part.read)
-            self._deferred.add(part)
+            self._queues.passed(request.read)
+            self._deferred.add(request)
             self._work.notify()
 
-    def _put_back(self, part: Part) -> None:
-        """A part was deferred and is to be read; or its sample is over, which ends here."""
-        read = part.read
+    def _put_back(self, request: Request) -> None:
+        """Queue a request that was deferred; or end its sample, where that is over."""
+        read = request.read
         if read.wanted > 0:
-            self._queues.put_back(part)
+            self._queues.put_back(request)
             if read.awaited:  # behind others, which may not start before this one is handed out
                 self._queues.advance(read)
             self._wake(1)
@@ -330,17 +325,17 @@ class Prefetcher:
             self._queues.let_go(read)
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
-        """A part has ended: `payload` is the sample, or None while other parts are missing."""
+        """Note that a request has ended: `payload` is the sample, or None while others are missing."""
         with self._done:
             self._queues.requests -= 1
             self.limiter.finished(seconds)
             self._deferred.measured(seconds)
             if self._hedging is not None:
                 self._hedging.finished(seconds)
-            self._settle(read, payload, error)
+            self._complete(read, payload, error)
 
-    def _settle(self, read: Read, payload: Any, error: BaseException | None) -> None:
-        """As `_finish`, of a read that has no request in flight. The lock is held."""
+    def _complete(self, read: Read, payload: Any, error: BaseException | None) -> None:
+        """Do as `_finish` for a read that has no request in flight. The lock is held."""
         if read.done or (payload is None and error is None):
             return
         if error is not None:
@@ -354,7 +349,7 @@ class Prefetcher:
             self._done.notify_all()
 
     def _before_retry(self, error: StoreError, seconds: float) -> None:
-        """Before a request is made again."""
+        """Wait before a request is made again."""
         self._counters.add("get.retries")
         if error.retry == "slower":
             with self._work:

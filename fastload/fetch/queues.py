@@ -1,4 +1,4 @@
-"""The order of reads: a queue for each reader, and one budget of requests and bytes for all of them.
+"""The order of reads: a queue for each reader, one budget for all, and reads left to another run for a while.
 
     training     [17][18][19] ...    its reads hold all of the bytes, and it is paused
     validation   [301][302] ...      waits for 301: its queue comes first, and has its own share of the bytes
@@ -14,11 +14,15 @@ and the sixth after 0.71 s instead of 0.70 s.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from fastload.fetch.limits import ByteBudget, ConcurrencyLimiter
-from fastload.fetch.reads import Part, Read, ReaderQueue
+from fastload.fetch.reads import Read, ReaderQueue, Request, SampleReads
+from fastload.fetch.threads import ThreadTeam
 
 _LAST = 8  # samples of the first batch: the rest of the queue starts while they are decoded
 
@@ -44,34 +48,34 @@ class ReaderQueues:
         self._first: set[Read] | None = None  # of the first batch, while others wait for them
 
     def __len__(self) -> int:
-        return sum(len(queue.parts) for queue in self._order)
+        return sum(len(queue.requests) for queue in self._order)
 
     def may_begin(self) -> int:
-        """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
+        """Return about how many requests the bytes let begin now: threads for more would only wait."""
         count = 0
         for queue in self._order:
-            first = queue.parts[0].read if queue.parts else None
+            first = queue.requests[0].read if queue.requests else None
             if first is None or first.started or first.ranged:
-                count += len(queue.parts)
+                count += len(queue.requests)
             else:
                 room = self._room(queue, first.size) // max(1, first.size)
-                count += min(len(queue.parts), max(1, room))
+                count += min(len(queue.requests), max(1, room))
         return count
 
     def clear(self) -> None:
-        """Forget all parts that are not begun."""
+        """Forget all requests that are not begun."""
         for queue in self._order:
-            queue.parts.clear()
+            queue.requests.clear()
 
-    def add(self, parts: Iterable[Part], reader: object) -> None:
-        """Put the parts of new reads at the end of a reader's queue."""
+    def add(self, requests: Iterable[Request], reader: object) -> None:
+        """Put the requests of new reads at the end of a reader's queue."""
         queue = self._queues.get(reader)
-        for part in parts:
+        for request in requests:
             if queue is None:
                 queue = self._queues[reader] = ReaderQueue()
                 self._order.append(queue)
-            part.read.queue = queue
-            queue.parts.append(part)
+            request.read.queue = queue
+            queue.requests.append(request)
 
     def open_with(self, reads: set[Read]) -> None:
         """Let these, the first batch of this process, come alone. Only the first call counts."""
@@ -79,7 +83,7 @@ class ReaderQueues:
             self._first = reads if len(reads) > _LAST else set()
 
     def passed(self, read: Read) -> bool:
-        """A read was handed out, or others need not wait for it. Whether they may start because of that."""
+        """Note that others need not wait for a read. Returns whether they may start because of that."""
         if not self._first or read not in self._first:
             return False
         self._first.remove(read)
@@ -88,7 +92,7 @@ class ReaderQueues:
         return not self._first
 
     def await_read(self, read: Read) -> bool:
-        """A consumer waits for a read. Whether others may start because of that.
+        """Note that a consumer waits for a read. Returns whether others may start because of that.
 
         One that waits for another read than those of the first batch does not use that in its order.
         """
@@ -98,77 +102,77 @@ class ReaderQueues:
         self._first.clear()
         return True
 
-    def put_back(self, part: Part) -> None:
-        """Put a part of a read that was begun at the end of its queue."""
-        queue = _queue_of(part.read)
-        queue.parts.append(part)
-        if queue not in self._order:  # a queue without parts and bytes was removed
+    def put_back(self, request: Request) -> None:
+        """Put a request of a read that was begun at the end of its queue."""
+        queue = _queue_of(request.read)
+        queue.requests.append(request)
+        if queue not in self._order:  # a queue without requests and bytes was removed
             self._order.append(queue)
 
-    def put_first(self, part: Part) -> None:
-        """Put a part of a read that was begun before all others."""
-        queue = _queue_of(part.read)
-        queue.parts.appendleft(part)
+    def put_first(self, request: Request) -> None:
+        """Put a request of a read that was begun before all others."""
+        queue = _queue_of(request.read)
+        queue.requests.appendleft(request)
         self._move_up(queue)
 
     def advance(self, read: Read) -> bool:
-        """Let the parts of a read be next, followed by the rest of its queue. False: it has none."""
+        """Let the requests of a read be next, before the rest of its queue. False: it has none."""
         if read.queue is None:
             return False
         queue = read.queue
-        parts = [part for part in queue.parts if part.read is read]
-        if parts:
-            others = [part for part in queue.parts if part.read is not read]
-            queue.parts = deque(parts + others)
+        requests = [request for request in queue.requests if request.read is read]
+        if requests:
+            others = [request for request in queue.requests if request.read is not read]
+            queue.requests = deque(requests + others)
             self._move_up(queue)
-        return bool(parts)
+        return bool(requests)
 
     def is_next(self, read: Read) -> bool:
-        """Whether its parts stand before all others."""
-        return bool(self._order and (parts := self._order[0].parts)) and parts[0].read is read
+        """Return whether its requests stand before all others."""
+        return bool(self._order and (requests := self._order[0].requests)) and requests[0].read is read
 
     def startable(self) -> ReaderQueue | None:
-        """The queue whose first part may be read now, or None: requests or bytes have to end first."""
+        """Return the queue whose first request may begin now, or None: others have to end first."""
         if self.requests >= self._limiter.value:
             return None
         for queue in list(self._order):
-            parts = queue.parts
-            while parts and parts[0].read.is_over:
-                parts.popleft()
-            if parts and self._is_due(parts[0].read) and self._has_room(queue, parts[0].read):
+            requests = queue.requests
+            while requests and requests[0].read.is_over:
+                requests.popleft()
+            if requests and self._is_due(requests[0].read) and self._has_room(queue, requests[0].read):
                 return queue
-            if not parts and not queue.held:
+            if not requests and not queue.held:
                 self._order.remove(queue)
-                self._queues = {reader: one for reader, one in self._queues.items() if one is not queue}
+                self._queues = {reader: other for reader, other in self._queues.items() if other is not queue}
         return None
 
-    def begin(self, queue: ReaderQueue, now: float) -> Part:
-        """Take the first part of a queue that is startable; its request and its bytes count from now on."""
-        part = queue.parts.popleft()
+    def begin(self, queue: ReaderQueue, now: float) -> Request:
+        """Take the first request of a startable queue; it and its bytes count from now on."""
+        request = queue.requests.popleft()
         self.requests += 1
-        read = part.read
+        read = request.read
         if not read.started:
             read.started = now
             self.held += read.size
             _queue_of(read).held += read.size
-        return part
+        return request
 
     def let_go(self, read: Read) -> None:
-        """The bytes of a read that was begun count no more."""
+        """Count the bytes of a read that was begun no more."""
         self.held -= read.size
         _queue_of(read).held -= read.size
         self._budget.handed_out(read.size)
 
     def grow_bytes(self, seconds: float) -> bool:
-        """A consumer has waited so long. Whether reads that only the bytes held back may begin now."""
+        """Grow the budget for a wait so long. Returns whether reads that only it held back may begin now."""
         if self.requests >= self._limiter.value or self.startable() is not None:
             return False
-        reads = (queue.parts[0].read for queue in self._order if queue.parts)
+        reads = (queue.requests[0].read for queue in self._order if queue.requests)
         first = next((read for read in reads if self._is_due(read)), None)
         return first is not None and self._budget.grow(first.size, seconds)
 
     def _is_due(self, read: Read) -> bool:
-        """Whether it need not wait for the first batch."""
+        """Return whether it need not wait for the first batch."""
         first = self._first
         if not first or read in first or next(iter(first)).queue is not read.queue:
             return True
@@ -181,7 +185,7 @@ class ReaderQueues:
         return read.size <= self._room(queue, read.size)
 
     def _room(self, queue: ReaderQueue, size: int) -> int:
-        """The bytes that reads of a queue may begin, where the next one has this size."""
+        """Return the bytes that reads of a queue may begin, where the next one has this size."""
         most = self._budget.bytes(size)
         # Another iteration may hold the budget and never get its reads, so each queue has its own share.
         return max(most - self.held, most // len(self._order) - queue.held)
@@ -195,3 +199,113 @@ class ReaderQueues:
 def _queue_of(read: Read) -> ReaderQueue:
     assert read.queue is not None
     return read.queue
+
+
+_LOOK_SECONDS = 0.02
+_ROUND_TRIPS = 4  # that another run gets for a sample that a consumer waits for
+_WRITE_SECONDS = 0.1  # and to write it: it lingers, to write several at once
+
+
+class DeferredReads:
+    """Requests for samples that another run is reading into the same cache. One thread looks for all.
+
+        lock refused ─▶ add ─▶ in the cache by now?            ─▶ found
+                               its lock is free, or held long? ─▶ put_back: read it from the store
+
+    A sample that waits here has no request in flight. Another run may hang, or be far slower than we are, so
+    its locks count only for a while, and less where a consumer waits. The owner's lock is held in `add`,
+    `close`, and in what is called back.
+
+    Args:
+        reads: looks into the cache, and takes the locks.
+        lock: of the owner.
+        patience: seconds that another run gets for a sample that nobody waits for yet.
+        complete: called with a read and its payload, or the error of looking for it.
+        put_back: called with a request that is to be read from the store.
+    """
+
+    def __init__(
+        self,
+        reads: SampleReads,
+        lock: threading.Lock,
+        patience: float,
+        *,
+        complete: Callable[[Read, Any, BaseException | None], None],
+        put_back: Callable[[Request], None],
+    ) -> None:
+        self._reads = reads
+        self._lock = lock
+        self._patience = patience
+        self._complete = complete
+        self._put_back = put_back
+        self._requests: list[Request] = []
+        self._changed = threading.Condition(lock)
+        self._thread = ThreadTeam(self._run, "fastload-deferred")
+        self._closing = threading.Event()
+        self._round_trip = 0.0  # about what our own reads take
+
+    def add(self, request: Request) -> None:
+        """Look for a sample until it is found or can be read."""
+        request.read.deferred = request.read.deferred or time.monotonic()
+        self._requests.append(request)
+        self._thread.grow(1)
+        self._changed.notify()
+
+    def measured(self, seconds: float) -> None:
+        """Note how long a read of ours took."""
+        self._round_trip += (seconds - self._round_trip) / (8 if self._round_trip else 1)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._requests.clear()
+        self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while self._wait():
+            self._closing.wait(_LOOK_SECONDS)
+            self._look()
+
+    def _wait(self) -> bool:
+        with self._changed:
+            woken = self._thread.wait(self._changed, lambda: self._requests or self._closing.is_set())
+            return woken and not self._closing.is_set()
+
+    def _look(self) -> None:
+        with self._lock:
+            reads = list({id(request.read): request.read for request in self._requests}.values())
+        wanted = [read for read in reads if read.wanted > 0 and not read.done]
+        payloads: list[Any] = [None] * len(wanted)
+        error: BaseException | None = None
+        ready = {id(read) for read in reads} - {id(read) for read in wanted}
+        try:
+            payloads = self._reads.found_meanwhile(wanted)
+            absent = [read for read, payload in zip(wanted, payloads, strict=True) if payload is None]
+            self._overtake(absent)
+            ready |= {id(read) for read in absent if self._reads.reserve(read)}
+        except BaseException as caught:  # whoever waits for these reads must hear of it
+            error = caught
+        with self._lock:
+            for read, payload in zip(wanted, payloads, strict=True):
+                if payload is not None or error is not None:
+                    self._requests = [request for request in self._requests if request.read is not read]
+                    self._complete(read, payload, error)
+            for request in [request for request in self._requests if id(request.read) in ready]:
+                self._requests.remove(request)
+                self._put_back(request)
+
+    def _overtake(self, reads: list[Read]) -> None:
+        """Read without the lock what another run has had long enough."""
+        now = time.monotonic()
+        patience = self._patience
+        if self._round_trip:
+            patience = min(patience, _ROUND_TRIPS * self._round_trip + _WRITE_SECONDS)
+        # One that is awaited and late speaks for all: the consumer would wait for each of them in turn.
+        late = [read for read in reads if now - read.deferred > patience]
+        hurry = any(read.awaited for read in late)
+        for read in late:
+            read.overdue = hurry or now - read.deferred > self._patience

@@ -12,27 +12,129 @@ the object has changed, that thread alone reads the new version.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError
-from fastload.fetch.source import Source
-from fastload.fetch.threads import ThreadTeam
+from fastload.fetch import limits
+from fastload.fetch.limits import ReadSettings
 from fastload.images.dct import Unindexed
 from fastload.metrics.counters import Counters
-from fastload.store.retry import Wait
+from fastload.store import ObjectInfo, Store
+from fastload.store.base import Buffer
+from fastload.store.failures import Wait
+from fastload.store.manifest import Manifest
 
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
-_LOOK_SECONDS = 0.02
-_ROUND_TRIPS = 4  # that another run gets for a sample that a consumer waits for
-_WRITE_SECONDS = 0.1  # and to write it: it lingers, to write several at once
+
+
+class Source(Protocol):
+    """Where samples come from, and how each is read. Called by several threads."""
+
+    store: Store
+
+    def name(self, index: int) -> str:
+        """Return the sample in error messages."""
+
+    def size(self, index: int) -> int:
+        """Return the bytes that are read for the sample."""
+
+    def cache_key(self, index: int) -> bytes:
+        """Return the key under which the cache has it."""
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """Return the ranges to read side by side; empty where the sample is read by one request."""
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        """Return the sample's bytes, by one request. `wait` as in `Store.read`."""
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        """Return the bytes of one of its ranges."""
+
+    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
+        """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
+
+
+class ObjectSource:
+    """A sample is an object.
+
+    Args:
+        store, manifest: what to read.
+        key: (index, version or None for the listed one) -> cache key.
+        on_change: what to do with an object that is no longer the listed one: "error", or "refresh", to ask
+            for its new version and size and read that.
+        settings: the size from which on an object is read in ranges. Default: `SETTINGS`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        key: Callable[[int, str | None], bytes],
+        on_change: str = "error",
+        settings: ReadSettings | None = None,
+    ) -> None:
+        self.store = store
+        self._manifest = manifest
+        self._key = key
+        self._on_change = on_change
+        self._settings = settings or limits.SETTINGS
+        self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
+
+    def name(self, index: int) -> str:
+        return self._manifest.key(index)
+
+    def size(self, index: int) -> int:
+        fresh = self._fresh.get(index)
+        return self._manifest.size(index) if fresh is None else fresh.size
+
+    def cache_key(self, index: int) -> bytes:
+        return self._key(index, self._version(index))
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        size = self.size(index)
+        if size < self._settings.large_object or not (self.store.native and self.store.has_ranges):
+            return []
+        return plan_ranges(size, self._settings.range_size)
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        return self.store.read(self.name(index), self._version(index), self.size(index), wait=wait)
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        return self.store.read_range(self.name(index), start, stop, self._version(index), wait=wait)
+
+    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
+        if self._on_change != "refresh":
+            raise error
+        fresh = self.store.head(self.name(index), wait=wait)
+        if not fresh.version:  # it could be cached under no name of its own
+            raise error
+        self._fresh[index] = fresh
+        self._manifest.read_anew(index, fresh.version)
+
+    def _version(self, index: int) -> str:
+        fresh = self._fresh.get(index)
+        return self._manifest.version(index) if fresh is None else fresh.version
+
+
+def plan_ranges(size: int, piece: int) -> list[tuple[int, int]]:
+    """Cover [0, size) with equal ranges [start, stop) of at most `piece` bytes, in order.
+
+    Equal within a byte: a short last piece would leave its connection idle while the others still read. One
+    range for an empty object.
+    """
+    count = max(1, -(-size // piece))
+    edges = [size * number // count for number in range(count + 1)]
+    return list(itertools.pairwise(edges))
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +163,7 @@ class Read:
     wanted: int = 1  # how often it was requested and not delivered
     hedged: bool = False  # it was late, and was asked for once more
     attempts: int = 1  # requests for all of it that have not failed
-    started: float = 0.0  # when its first part was begun
+    started: float = 0.0  # when its first request was begun
     awaited: bool = False
     done: bool = False
     payload: Any = None
@@ -73,7 +175,7 @@ class Read:
         return self.done or (self.wanted <= 0 and not self.started)
 
 
-class Part(NamedTuple):
+class Request(NamedTuple):
     """The bytes [start, stop) of a sample, to be read by one request."""
 
     read: Read
@@ -83,35 +185,155 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ReaderQueue:
-    """The parts that one reader announced and that are not begun, and the bytes of the reads that are."""
+    """The requests that one reader announced and that are not begun, and the bytes of the reads that are."""
 
-    parts: deque[Part] = field(default_factory=deque)
+    requests: deque[Request] = field(default_factory=deque)
     held: int = 0
 
 
-class RangedReads:
-    """Makes the requests of one process for one source. Threads may share it.
+class SampleReads:
+    """Reads samples of one source, through a cache where there is one. Threads may share it.
 
     Args:
-        source: how a sample is read.
-        counters: get.requests and get.refreshed are added here.
+        source: how a sample is read, and its cache key.
+        cache: where to look first and what to fill, or None.
+        prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
+            bytes themselves).
+        counters: get.* and cache.* are added here.
         wait: called before a request is made again; see `Store.read`.
     """
 
-    def __init__(self, source: Source, counters: Counters, wait: Wait) -> None:
+    def __init__(
+        self,
+        source: Source,
+        cache: Cache | None,
+        *,
+        prepare: Callable[[Any, int], Any] | None,
+        counters: Counters,
+        wait: Wait,
+    ) -> None:
         self._source = source
+        self._cache = cache
+        self._prepare = prepare
         self._counters = counters
         self._wait = wait
         self._refused: tuple[float, AccessDeniedError] | None = None
-        self._lock = threading.Lock()  # of the buffers of all reads
+        self._bodies = threading.Lock()  # of the buffers of all reads
+        self._reserving = threading.Lock()
+
+    def look_up(self, reads: Sequence[Read]) -> None:
+        """Find out where the cache has these samples. The kernel begins to read them from the disk."""
+        if self._cache is None or not reads:
+            return
+        keys = [self._source.cache_key(read.index) for read in reads]
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+            read.key, read.entry = key, entry
+            if entry is not None:
+                self._cache.will_need(entry)
 
     def plan(self, read: Read) -> list[tuple[int, int]]:
-        """The (start, stop) of each request that reads the sample."""
+        """Return the (start, stop) of each request that reads the sample from the store."""
         ranges = self._source.ranges(read.index)
         read.ranged, read.missing = bool(ranges), len(ranges)
         return ranges or [(0, read.size)]
 
+    def read_now(self, read: Read) -> Any:
+        """Return the sample, by this thread: from the cache where that has a good copy, else the store."""
+        if self._cache is not None and read.key is not None and read.entry is not None:
+            with self._counters.timed("cache"):
+                payload = self._cache.read(read.key, read.entry)
+            if payload is not None:
+                return payload
+            read.missed = True  # the cache has counted it
+        with self._counters.timed("get"):
+            return self.read(read, 0, read.size)
+
     def read(self, read: Read, start: int, stop: int) -> Any:
+        """Make one request to the store. Returns the sample once all of it was read, None before."""
+        self._count_miss(read)
+        try:
+            body = self._ask(read, start, stop)
+        except ObjectChangedError as error:
+            return self._read_changed(read, error)
+        return None if body is None else self._keep(read, body)
+
+    def reserve(self, read: Read) -> bool:
+        """Take the in-flight lock of a sample. False: another run is reading it into the same cache."""
+        if self._cache is None or read.key is None or read.locked or read.overdue:
+            return True
+        with self._reserving:  # the threads that read its ranges take it once
+            read.locked = read.locked or self._cache.lock_inflight(read.key)
+        return read.locked
+
+    def release(self, read: Read) -> None:
+        """Give the in-flight lock back of a sample that will not be written."""
+        if self._cache is not None and read.key is not None and read.locked:
+            read.locked = False
+            self._cache.unlock_inflight(read.key)
+
+    def found_meanwhile(self, reads: Sequence[Read]) -> list[Any]:
+        """Return the samples as another run has written them, None for each that it has not yet."""
+        assert self._cache is not None
+        keys = [read.key or b"" for read in reads]
+        payloads = []
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+            payloads.append(None if entry is None else self._cache.read(key, entry))
+            read.missed = read.missed or (entry is not None and payloads[-1] is None)  # it was counted
+        return payloads
+
+    def drain_counters(self) -> None:
+        """Add the cache's counters to these."""
+        if self._cache is not None:
+            self._counters.merge(self._cache.counters.drain())
+
+    def close(self) -> None:
+        """Write out the cache and close it."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def _read_changed(self, read: Read, error: ObjectChangedError) -> Any:
+        """Read the new version of an object; `error` says that the listed one is gone."""
+        while True:
+            self._refresh(read, error)
+            if self._cache is not None:
+                self.release(read)
+                read.key = self._source.cache_key(read.index)
+                (payload,) = self.found_meanwhile([read])
+                if payload is not None:
+                    return payload
+            try:
+                read.ranged = False
+                body = self._ask_whole(read)
+            except ObjectChangedError as another:
+                error = another
+            else:
+                return self._keep(read, body)
+
+    def _count_miss(self, read: Read) -> None:
+        if self._cache is not None and read.key is not None and not read.missed:
+            read.missed = True
+            self._counters.add("cache.misses")
+
+    def _keep(self, read: Read, body: Any) -> Any:
+        """Return the result of `get` for the bytes of a sample; the cache keeps the same payload."""
+        self._counters.add("get.samples")
+        self._counters.add("get.bytes", len(body))
+        payload = body if self._prepare is None else self._prepare(body, read.index)
+        if self._cache is not None and read.key is not None:
+            if isinstance(payload, Unindexed):
+                # Not with `read`, which holds the payload: that would be a circle.
+                payload.bind(partial(self._write, read.key), partial(self._cache.unlock_inflight, read.key))
+            else:
+                self._cache.write(read.key, payload)
+        return payload
+
+    def _write(self, key: bytes, file: Unindexed) -> None:
+        assert self._cache is not None
+        self._cache.write(key, file.data, head=file.index() if self._cache.keeps(file.nbytes) else b"")
+
+    # --- the requests to the store
+
+    def _ask(self, read: Read, start: int, stop: int) -> Any:
         """Make one of the requests that were planned.
 
         Returns:
@@ -122,8 +344,8 @@ class RangedReads:
             ObjectChangedError, StoreError: of ranges, in the first one that fails.
         """
         if stop - start == read.size:
-            return self.read_whole(read)
-        with self._lock:
+            return self._ask_whole(read)
+        with self._bodies:
             if not read.missing:
                 return None
             if read.body is None:
@@ -132,13 +354,13 @@ class RangedReads:
         try:
             piece = self._request(read, lambda: self._source.read_part(read.index, start, stop, self._wait))
         except BaseException:
-            with self._lock:
+            with self._bodies:
                 if read.body is not body:
                     return None
                 read.body, read.missing = None, 0
             raise
         memoryview(body)[start:stop] = memoryview(piece)
-        with self._lock:
+        with self._bodies:
             if read.body is not body:
                 return None
             read.missing -= 1
@@ -147,11 +369,11 @@ class RangedReads:
             read.body = None
         return memoryview(body).toreadonly()
 
-    def read_whole(self, read: Read) -> Any:
+    def _ask_whole(self, read: Read) -> Any:
         """Read the sample by one request."""
         return self._request(read, lambda: self._source.read(read.index, self._wait))
 
-    def refresh(self, read: Read, error: ObjectChangedError) -> None:
+    def _refresh(self, read: Read, error: ObjectChangedError) -> None:
         """Use the new version of an object from now on; `error` says that the listed one is gone.
 
         Raises:
@@ -175,245 +397,3 @@ class RangedReads:
             if error.retry == "renewed":
                 self._refused = time.monotonic(), error
             raise
-
-
-class CachedReads:
-    """Reads samples of one source, through a cache where there is one. Threads may share it.
-
-    Args:
-        store: reads what the cache does not have.
-        source: knows the cache keys.
-        cache: where to look first and what to fill, or None.
-        prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
-            bytes themselves).
-        counters: get.* and cache.* are added here.
-    """
-
-    def __init__(
-        self,
-        store: RangedReads,
-        source: Source,
-        cache: Cache | None,
-        *,
-        prepare: Callable[[Any, int], Any] | None,
-        counters: Counters,
-    ) -> None:
-        self._store = store
-        self._source = source
-        self._cache = cache
-        self._prepare = prepare
-        self._counters = counters
-        self._reserving = threading.Lock()
-
-    def look_up(self, reads: Sequence[Read]) -> None:
-        """Find out where the cache has these samples. The kernel begins to read them from the disk."""
-        if self._cache is None or not reads:
-            return
-        keys = [self._source.cache_key(read.index) for read in reads]
-        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
-            read.key, read.entry = key, entry
-            if entry is not None:
-                self._cache.will_need(entry)
-
-    def plan(self, read: Read) -> list[tuple[int, int]]:
-        """The (start, stop) of each request that reads the sample from the store."""
-        return self._store.plan(read)
-
-    def read_now(self, read: Read) -> Any:
-        """The sample, in this thread: from the cache where that has a good copy, else from the store."""
-        if self._cache is not None and read.key is not None and read.entry is not None:
-            with self._counters.timed("cache"):
-                payload = self._cache.read(read.key, read.entry)
-            if payload is not None:
-                return payload
-            read.missed = True  # the cache has counted it
-        with self._counters.timed("get"):
-            return self.read(read, 0, read.size)
-
-    def read(self, read: Read, start: int, stop: int) -> Any:
-        """One request to the store; the sample once all of it was read, None while ranges are missing."""
-        self._count_miss(read)
-        try:
-            body = self._store.read(read, start, stop)
-        except ObjectChangedError as error:
-            return self._read_changed(read, error)
-        return None if body is None else self._keep(read, body)
-
-    def reserve(self, read: Read) -> bool:
-        """Take the in-flight lock of a sample. False: another run is reading it into the same cache."""
-        if self._cache is None or read.key is None or read.locked or read.overdue:
-            return True
-        with self._reserving:  # the threads that read its ranges take it once
-            read.locked = read.locked or self._cache.lock_inflight(read.key)
-        return read.locked
-
-    def release(self, read: Read) -> None:
-        """Give the in-flight lock back of a sample that will not be written."""
-        if self._cache is not None and read.key is not None and read.locked:
-            read.locked = False
-            self._cache.unlock_inflight(read.key)
-
-    def found_meanwhile(self, reads: Sequence[Read]) -> list[Any]:
-        """The samples as another run has written them, None for each that it has not yet."""
-        assert self._cache is not None
-        keys = [read.key or b"" for read in reads]
-        payloads = []
-        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
-            payloads.append(None if entry is None else self._cache.read(key, entry))
-            read.missed = read.missed or (entry is not None and payloads[-1] is None)  # it was counted
-        return payloads
-
-    def drain_counters(self) -> None:
-        """Add the cache's counters to these."""
-        if self._cache is not None:
-            self._counters.merge(self._cache.counters.drain())
-
-    def close(self) -> None:
-        """Write out the cache and close it."""
-        if self._cache is not None:
-            self._cache.close()
-
-    def _read_changed(self, read: Read, error: ObjectChangedError) -> Any:
-        """Read the new version of an object; `error` says that the listed one is gone."""
-        while True:
-            self._store.refresh(read, error)
-            if self._cache is not None:
-                self.release(read)
-                read.key = self._source.cache_key(read.index)
-                (payload,) = self.found_meanwhile([read])
-                if payload is not None:
-                    return payload
-            try:
-                read.ranged = False
-                body = self._store.read_whole(read)
-            except ObjectChangedError as another:
-                error = another
-            else:
-                return self._keep(read, body)
-
-    def _count_miss(self, read: Read) -> None:
-        if self._cache is not None and read.key is not None and not read.missed:
-            read.missed = True
-            self._counters.add("cache.misses")
-
-    def _keep(self, read: Read, body: Any) -> Any:
-        """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""
-        self._counters.add("get.samples")
-        self._counters.add("get.bytes", len(body))
-        payload = body if self._prepare is None else self._prepare(body, read.index)
-        if self._cache is not None and read.key is not None:
-            if isinstance(payload, Unindexed):
-                # Not with `read`, which holds the payload: that would be a circle.
-                payload.bind(partial(self._write, read.key), partial(self._cache.unlock_inflight, read.key))
-            else:
-                self._cache.write(read.key, payload)
-        return payload
-
-    def _write(self, key: bytes, file: Unindexed) -> None:
-        assert self._cache is not None
-        self._cache.write(key, file.data, head=file.index() if self._cache.keeps(file.nbytes) else b"")
-
-
-class DeferredReads:
-    """The parts of samples that another run is reading into the same cache. One thread looks for all of them.
-
-        lock refused ─▶ add ─▶ in the cache by now?            ─▶ found
-                               its lock is free, or held long? ─▶ put_back: read it from the store
-
-    A sample that waits here has no request in flight. Another run may hang, or be far slower than we are, so
-    its locks count only for a while, and less where a consumer waits. The owner's lock is held in `add`,
-    `close`, and in what is called back.
-
-    Args:
-        cached: looks into the cache, and takes the locks.
-        lock: of the owner.
-        patience: seconds that another run gets for a sample that nobody waits for yet.
-        found: called with a read and its payload, or the error of looking for it.
-        put_back: called with a part that is to be read from the store.
-    """
-
-    def __init__(
-        self,
-        cached: CachedReads,
-        lock: threading.Lock,
-        patience: float,
-        *,
-        found: Callable[[Read, Any, BaseException | None], None],
-        put_back: Callable[[Part], None],
-    ) -> None:
-        self._cached = cached
-        self._lock = lock
-        self._patience = patience
-        self._found = found
-        self._put_back = put_back
-        self._parts: list[Part] = []
-        self._changed = threading.Condition(lock)
-        self._thread = ThreadTeam(self._run, "fastload-deferred")
-        self._closing = threading.Event()
-        self._round_trip = 0.0  # about what our own reads take
-
-    def add(self, part: Part) -> None:
-        """Look for a sample until it is found or can be read."""
-        part.read.deferred = part.read.deferred or time.monotonic()
-        self._parts.append(part)
-        self._thread.grow(1)
-        self._changed.notify()
-
-    def measured(self, seconds: float) -> None:
-        """A read of ours took so long."""
-        self._round_trip += (seconds - self._round_trip) / (8 if self._round_trip else 1)
-
-    def close(self) -> None:
-        """Look no more."""
-        self._closing.set()
-        self._parts.clear()
-        self._changed.notify_all()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while self._wait():
-            self._closing.wait(_LOOK_SECONDS)
-            self._look()
-
-    def _wait(self) -> bool:
-        with self._changed:
-            woken = self._thread.wait(self._changed, lambda: self._parts or self._closing.is_set())
-            return woken and not self._closing.is_set()
-
-    def _look(self) -> None:
-        with self._lock:
-            reads = list({id(part.read): part.read for part in self._parts}.values())
-        wanted = [read for read in reads if read.wanted > 0 and not read.done]
-        payloads: list[Any] = [None] * len(wanted)
-        error: BaseException | None = None
-        ready = {id(read) for read in reads} - {id(read) for read in wanted}
-        try:
-            payloads = self._cached.found_meanwhile(wanted)
-            absent = [read for read, payload in zip(wanted, payloads, strict=True) if payload is None]
-            self._overtake(absent)
-            ready |= {id(read) for read in absent if self._cached.reserve(read)}
-        except BaseException as caught:  # whoever waits for these reads must hear of it
-            error = caught
-        with self._lock:
-            for read, payload in zip(wanted, payloads, strict=True):
-                if payload is not None or error is not None:
-                    self._parts = [part for part in self._parts if part.read is not read]
-                    self._found(read, payload, error)
-            for part in [part for part in self._parts if id(part.read) in ready]:
-                self._parts.remove(part)
-                self._put_back(part)
-
-    def _overtake(self, reads: list[Read]) -> None:
-        """Read without the lock what another run has had long enough."""
-        now = time.monotonic()
-        patience = self._patience
-        if self._round_trip:
-            patience = min(patience, _ROUND_TRIPS * self._round_trip + _WRITE_SECONDS)
-        # One that is awaited and late speaks for all: the consumer would wait for each of them in turn.
-        late = [read for read in reads if now - read.deferred > patience]
-        hurry = any(read.awaited for read in late)
-        for read in late:
-            read.overdue = hurry or now - read.deferred > self._patience

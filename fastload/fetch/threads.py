@@ -22,7 +22,7 @@ class Turn(Protocol):
     """What a thread gives away while it waits for a read, see `fastload.workers.sample_threads`."""
 
     def waiting(self, wait: Callable[[], Any]) -> Any:
-        """The result of `wait`, without the turn."""
+        """Return the result of `wait`, without the turn."""
 
 
 class _ThisThread(threading.local):
@@ -74,7 +74,7 @@ class ThreadTeam:
             self._threads.append(thread)
 
     def wait(self, condition: threading.Condition, ready: Callable[[], Any]) -> bool:
-        """Called by one of the threads that has nothing to do. False after a while: it must end."""
+        """Wait for work, in one of the threads. Returns False after a while: the thread must end."""
         self.idle += 1
         woken = condition.wait_for(ready, IDLE_SECONDS)
         self.idle -= 1
@@ -140,7 +140,7 @@ class ReadPool:
             self._counters.add("get.seconds", time.perf_counter() - start)
 
     def pause(self, error: StoreError, seconds: float) -> None:
-        """Before a request is made again: `wait` of the store's reads."""
+        """Wait before a request is made again: `wait` of the store's reads."""
         self._counters.add("get.retries")
         with self._ended:
             if self._ended.wait_for(lambda: self._closing, seconds):

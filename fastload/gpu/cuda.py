@@ -1,4 +1,4 @@
-"""The device interface of the device prefetcher, and its two implementations: CUDA and the CPU.
+"""The devices of the device prefetcher: the host, and CUDA.
 
 All calls of CUDA go through `Cuda`. There is none before the first batch, so that workers are forked from a
 process without a CUDA context, and none in a worker.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,43 +19,55 @@ from fastload.errors import ArgumentError
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process, not only the current one
 
 
-class Event(Protocol):
-    """A point in a stream's work. torch.cuda.Event is one."""
+class Event:
+    """A point in a stream's work that has passed. `torch.cuda.Event` is one that may be still to come."""
 
     def query(self) -> bool:
-        """Whether the stream has reached it."""
+        """Return whether the stream has reached it."""
+        return True
 
     def synchronize(self) -> None:
         """Wait until the stream has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to another; the device has reached both."""
+        """Return the milliseconds from this event to another; the device has reached both."""
+        return 0.0
 
 
-class Device(Protocol):
-    """A device with a side stream, on which copies and transforms run in parallel to the consumer's work."""
+class Device:
+    """A device with a side stream, on which copies and transforms run in parallel to the consumer's work.
+
+    This one is the host, for batches that stay there: no copies, no waits.
+    """
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which work goes to the side stream."""
+        """Return a context in which work goes to the side stream."""
+        return contextlib.nullcontext()
 
     def event(self) -> Event:
-        """The current point of the current stream."""
+        """Return the current point of the current stream."""
+        return Event()
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory that the device can read by itself."""
+        """Return an uninitialised tensor in host memory that the device can read by itself."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def copy(self, leaf: Any) -> Any:
-        """A tensor, or an object with a method `to`, on the device. It reads the host's memory until the
-        next event of this stream."""
+        """Return a tensor, or an object with a method `to`, on the device.
+
+        The device reads the host's memory until the next event of this stream.
+        """
+        return leaf
 
     def wait(self, event: Event) -> None:
         """Make the current stream wait for `event`. This thread does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses the tensor: its memory is not reused before that use is over."""
+        """Keep the tensor's memory from reuse until the current stream has used it."""
 
     def register(self, address: int, nbytes: int) -> bool:
         """Let the device read this host memory by itself; False where that fails."""
+        return True
 
     def unregister(self, address: int) -> None:
         """Undo `register`. The device must have read the memory."""
@@ -66,7 +78,7 @@ def _side_stream(device: torch.device, process: int) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Cuda:
+class Cuda(Device):
     """One CUDA device.
 
     Args:
@@ -87,7 +99,7 @@ class Cuda:
         self._consumer = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._side)
 
-    def event(self) -> Event:
+    def event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -136,51 +148,8 @@ class Cuda:
             cudart.cudaHostUnregister(address)
 
 
-class _Passed:
-    """An event that has passed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 0.0
-
-
-class Cpu:
-    """The device for batches that stay in host memory: no copies, no waits."""
-
-    _passed = _Passed()
-
-    def side(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def event(self) -> Event:
-        return self._passed
-
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-    def copy(self, leaf: Any) -> Any:
-        return leaf
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def register(self, address: int, nbytes: int) -> bool:
-        return True
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
 def resolve_device(device: Any) -> torch.device | None:
-    """The argument `device` of a loader as a usable torch.device. Creates no CUDA context.
+    """Return the argument `device` of a loader as a usable torch.device. Creates no CUDA context.
 
     Raises:
         ArgumentError: it names no device, or one that this machine lacks.
@@ -188,12 +157,12 @@ def resolve_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(f"device must be None, 'cpu', 'cuda' or 'cuda:<n>', found {device!r}") from error
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda":
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
         raise ArgumentError(
             f"device must be on the CPU or a CUDA GPU, found {device!r}: leave device out, and move the "
             "batches in the training loop"
@@ -204,7 +173,7 @@ def resolve_device(device: Any) -> torch.device | None:
             f"device={device!r} needs CUDA, and {build} (torch {torch.__version__}): run `nvidia-smi` and "
             "install torch for that driver, or use device='cpu'"
         )
-    if found.index is not None and found.index >= torch.cuda.device_count():
+    if resolved.index is not None and resolved.index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ArgumentError(f"device={device!r}: torch sees {count} GPUs here, from 'cuda:0' on")
-    return found
+    return resolved

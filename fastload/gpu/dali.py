@@ -26,7 +26,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fastload.distributed import cores_of_rank, local_ranks
 from fastload.errors import ArgumentError, FastloadError, check_whole_number
-from fastload.gpu.decoders import BaseDecoder
+from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import usable_cores
@@ -81,14 +81,14 @@ class Dali:
 
 
 def why_no_dali() -> str | None:
-    """None where DALI is installed; else the remedy."""
+    """Return None where DALI is installed; else the remedy."""
     try:
-        found = importlib.util.find_spec("nvidia.dali")
+        spec = importlib.util.find_spec("nvidia.dali")
     except ModuleNotFoundError:
-        found = None
+        spec = None
     return (
         None
-        if found
+        if spec
         else "NVIDIA DALI is not installed: pip install 'torch-fastload[dali-cuda13]' (or -cuda12)"
     )
 
@@ -110,11 +110,11 @@ class _Batch:
         self.error: Exception | None = None
 
 
-class DaliDecoder(BaseDecoder):
-    """An `ImageDecoder`.
+class DaliDecoder(ImageDecoder):
+    """Decodes by DALI's pipeline, and what it refuses by the kernel.
 
     Args:
-        device, on_error, counters, bad: see `BaseDecoder`.
+        device, on_error, counters, bad: see `ImageDecoder`.
         options: None: the defaults.
     """
 
@@ -223,7 +223,7 @@ class DaliDecoder(BaseDecoder):
             batch.error = failure
 
     def _with_pixels(self, batch: _Batch, images: torch.Tensor | None) -> torch.Tensor:
-        """DALI's images and those that workers and the kernel decoded, on a GPU in torch's own memory."""
+        """Join DALI's images and those that workers and the kernel decoded, on a GPU in torch's memory."""
         encoded = batch.encoded
         on_gpu = self._device.type == "cuda"
         if images is not None and len(batch.rows) == len(encoded) and not on_gpu:
@@ -252,10 +252,12 @@ class DaliDecoder(BaseDecoder):
     # --- when it goes wrong
 
     def _fall_back(self, batch: _Batch, error: Exception) -> None:
-        """The pipeline has ended with this batch: the kernel decodes it; later batches are fed again."""
+        """Let the kernel decode a batch that ended the pipeline; later batches are fed again."""
         self.counters.add("decoder.fallbacks")
         places = [int(place) for place in re.findall(r"sample #(\d{1,6})", str(error))]
-        self._refused.update(batch.encoded.keys[batch.rows[at]] for at in places if at < len(batch.rows))
+        self._refused.update(
+            batch.encoded.keys[batch.rows[place]] for place in places if place < len(batch.rows)
+        )
         try:
             batch.images, bad = self.decode_by_kernel(batch.encoded)
             self._unexplained = 0 if bad else self._unexplained + 1
@@ -382,7 +384,7 @@ def _run_in(pipe: Any, queue_depth: int) -> None:
 def _regions(
     encoded: EncodedImages, rows: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """(start of the slice, its shape, low and high corner of the box in it) of these rows, as (y, x).
+    """Return (start of the slice, its shape, low and high corner of the box in it) of these rows, as (y, x).
 
     A box from right to left makes DALI flip. Where the filter reaches beyond the box, so does the slice.
     """
@@ -399,6 +401,6 @@ def _regions(
 
 
 def _last_words(error: Exception) -> str:
-    """The cause, out of DALI's many lines."""
+    """Return the cause, out of DALI's many lines."""
     text = str(error)
     return text.partition("encountered:")[2].partition("Current pipeline")[0].strip() or text

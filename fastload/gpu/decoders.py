@@ -1,10 +1,9 @@
-"""The interface of the decoders, and their common base."""
+"""The base of the decoders in the trainer's process."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -12,17 +11,26 @@ from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import BadSamples, Counters
 
 
-class ImageDecoder(Protocol):
+class ImageDecoder(ABC):
     """Turns `EncodedImages` into pixels. Used by one thread of the trainer's process.
 
     On a GPU, `start` and the function it returns are called with the device prefetcher's stream as torch's
     current one, and the tensor is valid for work in that stream's order. `EncodedImages` may be released at
     any time (their slot then returns to its worker): the decoder keeps those that it still reads.
+
+    Args:
+        device: "cuda" with an index, or "cpu"; where the pixels are wanted.
+        on_error: as the loader's.
+        counters: gets decoder.* and bad.samples, see `fastload.metrics.counters`.
+        bad: gets the images that cannot be decoded.
     """
 
-    counters: Counters  # gets decoder.* and bad.samples, see `fastload.metrics.counters`
-    bad: BadSamples
+    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: BadSamples) -> None:
+        self._device = device
+        self._on_error = on_error
+        self.counters, self.bad = counters, bad
 
+    @abstractmethod
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         """Begin to decode. The returned function waits for the result; call it at most once.
 
@@ -31,29 +39,14 @@ class ImageDecoder(Protocol):
         started ahead; waiting for them in the order of their start is fastest.
         """
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027 - nothing to release
         """Release device memory where no batch is being decoded: this epoch may have been the last."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - nothing to release
         """Release threads and device memory. Results not waited for by then are lost."""
 
-
-class BaseDecoder:
-    """The arguments of every `ImageDecoder`, and its fallback.
-
-    Args:
-        device: "cuda" with an index, or "cpu"; where the pixels are wanted.
-        on_error: as the loader's.
-        counters, bad: see `ImageDecoder`.
-    """
-
-    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: BadSamples) -> None:
-        self._device = device
-        self._on_error = on_error
-        self.counters, self.bad = counters, bad
-
     def decode_by_kernel(self, encoded: EncodedImages) -> tuple[torch.Tensor, int]:
-        """(pixels on the device, number of bad images), by the CPU kernel in this process.
+        """Return (pixels on the device, number of bad images), by the CPU kernel in this process.
 
         Raises:
             DecodeError: a bad image, where `on_error` does not cover it.
@@ -66,25 +59,3 @@ class BaseDecoder:
         """Count and keep (key, error) of bad images."""
         self.bad.extend(bad)
         self.counters.add("bad.samples", len(bad))
-
-
-@contextlib.contextmanager
-def exact_float32(device: torch.device) -> Iterator[None]:
-    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
-    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
-    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
-    before = [matmul.fp32_precision for matmul in switches]
-    legacy = None if switches else torch.get_float32_matmul_precision()
-    try:
-        for matmul in switches:
-            matmul.fp32_precision = "ieee"
-        if legacy is not None:
-            torch.set_float32_matmul_precision("highest")
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        for matmul, precision in zip(switches, before, strict=True):
-            matmul.fp32_precision = precision
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy)

@@ -96,7 +96,7 @@ class Decoding:
         return tree_map(batch, lambda encoded: _Started(self.start(encoded)), EncodedImages)
 
     def finish(self, batch: Any) -> Any:
-        """The batch of `begin` with pixels. Waits for them.
+        """Return the batch of `begin` with pixels. Waits for them.
 
         Raises:
             DecodeError: an image that no decoder can decode, where `on_error` is "raise".
@@ -104,7 +104,7 @@ class Decoding:
         return tree_map(batch, lambda started: started.result(), _Started)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        """As `ImageDecoder.start`.
+        """Begin to decode, as `ImageDecoder.start`.
 
         Raises:
             FastloadError: the decoder is not available.
@@ -114,7 +114,7 @@ class Decoding:
         return self._decoder.start(encoded)
 
     def stats(self) -> dict[str, Any]:
-        """The value of `DataLoader.stats()["decode"]`."""
+        """Return the value of `DataLoader.stats()["decode"]`."""
         return {"decoder": self._name}
 
     def rest(self) -> None:

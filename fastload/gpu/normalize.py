@@ -79,7 +79,8 @@ class Normalize:
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with its images normalised: (N, C, H, W) floats in place of uint8, on the same device.
+        """Return the batch with its images normalised: (N, C, H, W) floats in place of uint8, on the same
+        device.
 
         Args:
             batch: uint8 images of shape (N, C, H, W) or (C, H, W), or with C last, on any device; or what
@@ -87,7 +88,7 @@ class Normalize:
         """
         if isinstance(batch, torch.Tensor):
             if batch.ndim not in (3, 4) or not self._fits(batch):
-                raise ArgumentError(f"Normalize takes {self._wanted()}; found {_kind(batch)}")
+                raise ArgumentError(f"Normalize takes {self._wanted()}; found {_describe(batch)}")
             return self._normalized(batch)
         images: list[torch.Tensor] = []
 
@@ -110,16 +111,16 @@ class Normalize:
         return f"uint8 images with {len(self.mean)} channels, channels {order}"
 
     def _why_not(self, batch: Any, images: list[torch.Tensor]) -> str:
-        """Why the images of a batch cannot be told."""
+        """Say why the images of a batch cannot be told."""
         which = "choose one with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
         if images:
-            shapes = ", ".join(str(tuple(one.shape)) for one in images)
+            shapes = ", ".join(str(tuple(image.shape)) for image in images)
             return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
-        found = ", ".join(map(_kind, tree_leaves(batch)))
-        if found or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
+        others = ", ".join(map(_describe, tree_leaves(batch)))
+        if others or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
             return (
                 f"Normalize found no batch of {self._wanted()}, in this {type(batch).__name__}. Its tensors "
-                f"are: {found or 'none'}. Make uint8 tensors by a transform such as RandomResizedCrop(224)"
+                f"are: {others or 'none'}. Make uint8 tensors by a transform such as RandomResizedCrop(224)"
             )
         return (
             f"Normalize takes batches of {self._wanted()}, not a {type(batch).__module__}."
@@ -141,7 +142,8 @@ class Normalize:
         return torch.preserve_format if wanted is None else wanted
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, shift), each (C, 1, 1), of x / 255 / std - mean / std; kept, for a copy to a GPU waits."""
+        """Return (scale, shift), each (C, 1, 1), of x / 255 / std - mean / std; kept, for a copy to a GPU
+        waits."""
         if device not in self._constants:
             scale = [1 / 255 / std for std in self.std]
             shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
@@ -160,7 +162,7 @@ class Normalize:
         return f"Normalize({self.mean}, {self.std}{shown})"
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

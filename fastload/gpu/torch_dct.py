@@ -12,18 +12,19 @@ kernel's by the clamping of colours before the resize, and where the kernel deco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fastload.formats.jpeg_records import DCT_MAGIC
-from fastload.gpu.decoders import BaseDecoder, exact_float32
+from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, to_device
 
 _TABLES = 20  # offset of a record's quantisation tables
@@ -65,8 +66,8 @@ class _Picture:
     ends: NDArray[np.int64]
 
 
-class TorchDctDecoder(BaseDecoder):
-    """An `ImageDecoder` for batches of records. The kernel decodes what is none, and rare colours."""
+class TorchDctDecoder(ImageDecoder):
+    """Decodes batches of records. The kernel decodes what is none, and rare colours."""
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         with self.counters.timed("decoder"), exact_float32(self._device):
@@ -82,16 +83,12 @@ class TorchDctDecoder(BaseDecoder):
 
         return result
 
-    def rest(self) -> None: ...
-
-    def close(self) -> None: ...
-
     @functools.cached_property  # not of the module: each loader has a stream of its own
     def _matrix(self) -> torch.Tensor:
         return to_device(_inverse_dct(), self._device)
 
     def _decode(self, encoded: EncodedImages) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pixels, whether all records were whole)."""
+        """Return (pixels, whether all records were whole)."""
         crop, device = encoded.crop, self._device
         out = torch.empty((len(encoded), 3, crop.height, crop.width), dtype=torch.uint8, device=device)
         whole = torch.ones((), dtype=torch.bool, device=device)
@@ -119,11 +116,33 @@ class TorchDctDecoder(BaseDecoder):
         return out, whole
 
 
+@contextlib.contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
+    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
+    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
+    before = [matmul.fp32_precision for matmul in switches]
+    legacy = None if switches else torch.get_float32_matmul_precision()
+    try:
+        for matmul in switches:
+            matmul.fp32_precision = "ieee"
+        if legacy is not None:
+            torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for matmul, precision in zip(switches, before, strict=True):
+            matmul.fp32_precision = precision
+        if legacy is not None:
+            torch.set_float32_matmul_precision(legacy)
+
+
 # ---------------------------------------------------------------- headers, on the CPU
 
 
 def _open(encoded: EncodedImages, row: int) -> _Picture | None:
-    """Where the blocks lie that a row's box needs. None: the kernel has to decode it."""
+    """Find the blocks that a row's box needs. None: the kernel has to decode it."""
     file, base = encoded.file(row), int(encoded.spans[row][0])
     layout = _layout_of(file[:_TABLES].tobytes())
     if layout is None:
@@ -151,7 +170,7 @@ def _open(encoded: EncodedImages, row: int) -> _Picture | None:
 
 
 def _layout_of(head: bytes) -> _Layout | None:
-    """The layout of a record, from its first bytes. None for another file, and for rare kinds."""
+    """Return the layout of a record, from its first bytes. None for another file, and for rare kinds."""
     if not head.startswith(DCT_MAGIC):
         return None
     if (head[6], head[7]) == (_GREY, 1):
@@ -162,7 +181,7 @@ def _layout_of(head: bytes) -> _Layout | None:
 
 
 def _needed(start: float, end: float, outputs: int, size: int, step: int) -> tuple[int, int]:
-    """The MCUs of one axis that a resize of [start, end) reads, [first, last)."""
+    """Return the MCUs of one axis that a resize of [start, end) reads, [first, last)."""
     reach = max(1.0, (end - start) / outputs) + 2  # the filter's, and the upsampling's
     low, high = max(0, math.floor(start - reach)), min(size, math.ceil(end + reach))
     return low // step, -(-high // step)
@@ -174,7 +193,7 @@ def _needed(start: float, end: float, outputs: int, size: int, step: int) -> tup
 def _unpack(
     data: torch.Tensor, image: torch.Tensor, pictures: list[_Picture], layout: _Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 (MCUs, blocks, 64) in zigzag order, dequantised; whether each MCU ends where it should).
+    """Return (float32 (MCUs, blocks, 64), zigzag, dequantised; whether each MCU ends where it should).
 
     Args:
         image: of each MCU, its place in `pictures`.
@@ -192,7 +211,7 @@ def _unpack(
 
 
 def _unpack_block(data: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int32 (n, 64) of one block of each MCU, the positions behind these blocks)."""
+    """Return (int32 (n, 64) of one block of each MCU, the positions behind these blocks)."""
 
     def byte(positions: torch.Tensor) -> torch.Tensor:
         return data[positions.clamp(max=len(data) - 1)].int()  # of a damaged record: found out at the end
@@ -223,7 +242,7 @@ def _unpack_block(data: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, t
 def _planes(
     samples: torch.Tensor, image: torch.Tensor, pictures: list[_Picture], layout: _Layout
 ) -> list[torch.Tensor]:
-    """Per component float32 (images, height, width), 0 to 255; smaller images have zeros at the end."""
+    """Return for each component float32 (images, height, width), 0 to 255; small images end in zeros."""
     device = samples.device
     places = [np.indices(p.starts.shape).reshape(2, -1) for p in pictures]
     row, column = to_device(np.concatenate(places, 1), device)
@@ -240,7 +259,7 @@ def _planes(
 
 
 def _inverse_dct() -> NDArray[np.float32]:
-    """(64, 64): coefficients in zigzag order times this are the samples of a block. ITU-T T.81, A.3.3."""
+    """Return (64, 64), by which coefficients in zigzag order become samples. ITU-T T.81, A.3.3."""
     place = np.arange(8)
     basis = np.cos((2 * place[:, None] + 1) * place * math.pi / 16) / 2
     basis[:, 0] /= math.sqrt(2)
@@ -254,7 +273,7 @@ def _inverse_dct() -> NDArray[np.float32]:
 def _resize(
     planes: list[torch.Tensor], pictures: list[_Picture], layout: _Layout, encoded: EncodedImages
 ) -> torch.Tensor:
-    """(images, components, height, width): each component's box, resized by the kernel's filter."""
+    """Return (images, components, height, width): each component's box, resized by the kernel's filter."""
     crop, device = encoded.crop, planes[0].device
     rows = [picture.row for picture in pictures]
     boxes = to_device(encoded.boxes[rows], device)
@@ -285,7 +304,7 @@ def _weights(
     size: torch.Tensor,
     clamp: bool,
 ) -> torch.Tensor:
-    """float32 (images, outputs, inputs): antialiased bilinear, as `fastload/images/resize.h`."""
+    """Return float32 (images, outputs, inputs): antialiased bilinear, as `fastload/images/resize.h`."""
     scale = ((end - start) / outputs)[:, None]
     # In double, by name: a sum of whole numbers and 0.5 has torch's default dtype, which may be bfloat16.
     centre = start[:, None] + (torch.arange(outputs, dtype=torch.double, device=start.device) + 0.5) * scale
@@ -299,7 +318,8 @@ def _weights(
 
 
 def _of_half(weights: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """The weights of samples with half the resolution, which are upsampled 3 to 1 with their neighbours.
+    """Return the weights of samples with half the resolution, which are upsampled 3 to 1 with their
+    neighbours.
 
     Args:
         end: (images,) size of the image from the first input on: the last sample has no right neighbour.
@@ -318,7 +338,7 @@ def _of_half(weights: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
 
 
 def _rgb(image: torch.Tensor) -> torch.Tensor:
-    """uint8 RGB of (images, 1 or 3 components, height, width): ITU-T T.871."""
+    """Return uint8 RGB of (images, 1 or 3 components, height, width): ITU-T T.871."""
     if image.shape[1] == 1:
         return image.round().clamp(0, 255).byte().expand(-1, 3, -1, -1)
     y, cb, cr = image.unbind(1)

@@ -17,27 +17,20 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fastload.gpu.cuda import Cpu, Cuda, Device, Event
+from fastload.gpu.cuda import Cuda, Device, Event
 from fastload.gpu.tree import tree_leaves, tree_map
 from fastload.metrics.counters import Counters
+
+if TYPE_CHECKING:
+    from fastload.gpu.decoding import Decoding
 
 # One is copied while the consumer's stream works on the batch before it. The second helps where that work is
 # shorter than the time from a call of `next()` to the copy.
 _AHEAD = 2
-
-
-class Decodes(Protocol):
-    """Decodes encoded images to the device; see `fastload.gpu.decoding`."""
-
-    def begin(self, batch: Any) -> Any:
-        """Start decoding the batch's encoded images; returns the batch itself if there are none."""
-
-    def finish(self, batch: Any) -> Any:
-        """The batch of `begin` with pixels. Waits for them."""
 
 
 @dataclass
@@ -80,7 +73,7 @@ class DevicePrefetcher:
         device: torch.device | None,
         transform: Callable[[Any], Any] | None,
         counters: Counters,
-        decoding: Decodes | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         self.ahead = 0 if device is None and decoding is None else _AHEAD
         self._decoding = decoding
@@ -97,7 +90,7 @@ class DevicePrefetcher:
 
     @functools.cached_property
     def _device(self) -> Device:
-        return Cuda(self._wanted) if self.copies and self._wanted is not None else Cpu()
+        return Cuda(self._wanted) if self.copies and self._wanted is not None else Device()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Register a slot's memory with the device. Call the result, which undoes it, before unmapping."""
@@ -118,15 +111,15 @@ class DevicePrefetcher:
         return _nothing
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory for a batch made in this process."""
+        """Return host memory for a batch made in this process."""
         return self._device.allocate(shape, dtype)
 
     def end_epoch(self) -> None:
-        """An epoch is over: the device's work until the next one does not count."""
+        """Note the end of an epoch: the device's work until the next one does not count."""
         self._idle.forget()
 
     def mark_wait(self) -> None:
-        """The consumer asks for its next batch."""
+        """Note that the consumer asks for its next batch."""
         if self.copies:
             self._asked.append(self._device.event())
             self._idle.ask(self._asked[-1])
@@ -148,7 +141,7 @@ class DevicePrefetcher:
                 raise
 
     def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
-        """The batch, for the consumer's current stream; started now if it was not.
+        """Return the batch, for the consumer's current stream; started now if it was not.
 
         Raises:
             Exception: the error of `load`, of a copy, or of the transform (with a note that names it).
@@ -255,17 +248,17 @@ class _IdleTime:
         self._spans: deque[tuple[Event, Event, Event]] = deque()  # (asked, ready, asked again)
 
     def forget(self) -> None:
-        """The time until the next request does not count."""
+        """Leave out the time until the next request."""
         self._asked = None
 
     def ask(self, asked: Event) -> None:
-        """The device has come to the point where it needs a batch."""
+        """Note that the device has come to the point where it needs a batch."""
         if self._asked is not None and self._ready is not None:
             self._spans.append((self._asked, self._ready, asked))
         self._asked, self._ready = asked, None
 
     def ready(self, ready: Event) -> None:
-        """The batch is ready at this event."""
+        """Note that the batch is ready at this event."""
         self._ready = ready
 
     def count(self) -> None:

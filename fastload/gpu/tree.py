@@ -15,7 +15,7 @@ import torch
 
 
 def tree_map(batch: Any, move: Callable[[Any], Any], of: type[Any] | None = None) -> Any:
-    """The same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
+    """Return the same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
 
     Enters the containers that torch's `pin_memory` enters, and dataclasses. Other leaves stay the same
     objects, and so do containers in which nothing changed. A leaf that occurs twice is moved once.
@@ -27,7 +27,7 @@ def tree_map(batch: Any, move: Callable[[Any], Any], of: type[Any] | None = None
 
 
 def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """All strided tensors of a batch, with those in objects that have `to` and in sparse tensors."""
+    """Return all strided tensors of a batch, with those in objects that have `to` and in sparse tensors."""
     return _leaves(batch, set())
 
 
@@ -78,7 +78,7 @@ class _Map:
 
 
 def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """`items` in a mapping of the same type: a copy of it, which keeps other attributes, where that works."""
+    """Put `items` into a copy of a mapping, which keeps its other attributes, where that works."""
     try:
         if isinstance(value, MutableMapping):
             clone = copy.copy(value)

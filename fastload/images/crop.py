@@ -24,7 +24,7 @@ from fastload.images.arguments import check_channels, check_size
 from fastload.images.by_epoch import all_transforms
 from fastload.images.dct import Unindexed
 from fastload.images.decode import MAX_PIXELS, open_image
-from fastload.images.kernel import Item, Pixels, Source, active
+from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
@@ -71,6 +71,30 @@ def _noted(box: CropBox, rng: Rng) -> CropBox:
     if notes is not None:
         notes.append((box, isinstance(rng, SampleRng)))
     return box
+
+
+class RowJob:
+    """Rows that the kernel makes from records of a cache, while Python does something else.
+
+    Args:
+        left: rows that the kernel does not take.
+        job: of the kernel; None: there is nothing to wait for.
+    """
+
+    def __init__(self, left: list[int], job: Any) -> None:
+        self._left, self._job, self._kernel = left, job, active()
+
+    def finish(self) -> tuple[list[int], float, float]:
+        """Wait for the rows; return (rows that were not made, seconds of reading, seconds of decoding).
+
+        A row is not made where the kernel is missing or does not know the image's format, and where the
+        record or the image is damaged. To read and fill it in the general way makes it, or says what is
+        wrong. The seconds are those of all threads together.
+        """
+        if self._job is None:
+            return self._left, 0.0, 0.0
+        failed, reading, decoding = self._kernel.finish_rows(self._job)
+        return [row for row, _ in failed], reading, decoding
 
 
 class Crop(ABC):
@@ -141,6 +165,11 @@ class Crop(ABC):
     @abstractmethod
     def law(self) -> tuple[Any, ...]:
         """What decides which part of an image is taken: equal where two transforms cut alike."""
+
+    @property
+    def box_law(self) -> BoxLaw | None:
+        """How the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
+        return None
 
     @property
     def number(self) -> int:
@@ -292,6 +321,34 @@ class Crop(ABC):
         if not adjacent:
             images[rows] = out
         return failures
+
+    def begin_rows(
+        self,
+        images: NDArray[np.uint8],
+        rows: NDArray[np.int64],
+        places: NDArray[np.void],
+        seeds: NDArray[np.uint64],
+        *,
+        pixels: bool,
+        owner: object,
+    ) -> RowJob:
+        """Begin to make rows of a batch from records of a cache, without Python's work on each of them.
+
+        The rows are those of `fill_rows`, to the bit. The threads of `kernel.set_threads` make them.
+
+        Args:
+            images: (n, *sample_shape) uint8, the whole batch. Nobody else writes these rows before `finish`.
+            rows: of each record.
+            places: where the records lie: `Cache.locate(keys).table`.
+            seeds: of each record, as in `fill`.
+            pixels: the cache is in mode "decoded".
+            owner: keeps the segments open: the result of `Cache.locate`.
+        """
+        law = None if _notes.get() is not None else self.box_law
+        if law is None:
+            return RowJob(rows.tolist(), None)
+        options = pixels, self.channels_last, self.clamp, self.max_pixels, self.strict
+        return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
         """A row of a batch, as `__call__` gives it."""

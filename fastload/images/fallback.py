@@ -89,6 +89,38 @@ def crop_resize(
     return failures
 
 
+def set_threads(count: int) -> int:
+    """No threads: the calling thread makes all rows."""
+    return 0
+
+
+def begin_rows(
+    out: Pixels,
+    places: NDArray[np.void],
+    rows: NDArray[np.int64],
+    seeds: NDArray[np.uint64],
+    law: Any,
+    pixels: bool,
+    channels_last: bool,
+    clamp: bool,
+    max_pixels: int,
+    strict: bool,
+    owner: object,
+) -> list[int]:
+    """Leave all rows to the caller, who makes those that are not made here in the general way."""
+    left: list[int] = rows.tolist()
+    return left
+
+
+def finish_rows(job: list[int]) -> tuple[list[tuple[int, str]], float, float]:
+    """The rows of a job, none of them made."""
+    return [(row, "the kernel is missing") for row in job], 0.0, 0.0
+
+
+def read_ahead(places: NDArray[np.void]) -> None:
+    """Nothing: the general way reads ahead by itself."""
+
+
 def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
     """RGB pixels of a JPEG. With a minimum: at the smallest scale that reaches it."""
     cmyk = _header(data)[2] in ("CMYK", "YCCK")

@@ -9,6 +9,7 @@
 #ifndef FASTLOAD_JPEG_H
 #define FASTLOAD_JPEG_H
 
+#include "boxes.h"
 #include "dct.h"
 #include "resize.h"
 
@@ -145,12 +146,20 @@ static bool jpeg_decode(const uint8_t *data, size_t size, const Limits *limits, 
 typedef struct {
     Resizer resizer;
     Buffer ring, cmyk;
+    Buffer record; /* as it was read from a cache */
 } Scratch;
 
 static void scratch_free(Scratch *s) {
     resizer_free(&s->resizer);
     buffer_free(&s->ring);
     buffer_free(&s->cmyk);
+    buffer_free(&s->record);
+}
+
+static size_t scratch_size(const Scratch *s) {
+    const Resizer *r = &s->resizer;
+    return r->rows.memory.size + r->columns.memory.size + r->column_weights.size + r->mixed.size + r->source_rows.size +
+           s->ring.size + s->cmyk.size + s->record.size;
 }
 
 /* The largest of 1, 2, 4, 8 that leaves the box at least as large as the result. */
@@ -207,14 +216,17 @@ typedef struct {
     size_t size;
 } IndexRoom;
 
-/* Resizes `box`, in pixels of the full size, of a JPEG to width x height pixels at target. */
-static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *limits, Box box, int width, int height,
-                             bool clamp, bool flip, Target target, IndexRoom room, Scratch *s, char *message) {
+/* Resizes the box of a JPEG to width x height pixels at target. */
+static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *limits, const Cut *cut, int width, int height,
+                             bool clamp, Target target, IndexRoom room, Scratch *s, char *message) {
+    Box box;
+    bool flip;
     Decoder d;
     decoder_init(&d, message);
     if (setjmp(d.escape))
         if (!decoder_again(&d)) return d.done;
     decoder_open(&d, data, size, limits);
+    if (!choose_box(cut, d.jpeg.image_width, d.jpeg.image_height, width, height, &box, &flip)) decoder_fail(&d, FRAMED);
     check_box(&d, box);
     /* Scaled regions of rare kinds (chroma 8 times smaller) have wrong pixels in libjpeg-turbo 2.1.5: full size then. */
     const bool rare = d.jpeg.max_h_samp_factor * d.jpeg.max_v_samp_factor > 4;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,11 @@ Source: TypeAlias = Any
 Item: TypeAlias = (
     tuple[int, Source, float, float, float, float, bool]
     | tuple[int, Source, float, float, float, float, bool, bytearray]
+)
+# ("random", scale, scale, ratio, ratio, flip) of RandomResizedCrop; ("centre", height, width) of CenterCrop's
+# resize: the shorter side and 0, or 0 and 0 without one.
+BoxLaw: TypeAlias = (
+    tuple[Literal["random"], float, float, float, float, float] | tuple[Literal["centre"], float, float]
 )
 
 
@@ -52,9 +57,55 @@ class Kernel(Protocol):
     ) -> list[tuple[int, str]]:
         """Resize each item's box into its row of `out`; returns (row, reason) of those that failed.
 
+        The threads of `set_threads` share the items, the heavier ones first. Pixels do not depend on them.
+
         clamp: True leaves pixels outside the box out of the filter (crop, then resize). False includes them,
         as far as the filter reaches (resize, then crop).
         """
+
+    def set_threads(self, count: int) -> int:
+        """Have `count` threads (0 to 256) make all rows of this process from now on; returns how many do.
+
+        With 0, at first and in a forked child, the calling thread makes them. Threads that are too many have
+        ended when this returns; what was begun is finished by those that are left, or by who waits for it.
+        """
+
+    def begin_rows(
+        self,
+        out: Pixels,
+        places: NDArray[np.void],
+        rows: NDArray[np.int64],
+        seeds: NDArray[np.uint64],
+        law: BoxLaw,
+        pixels: bool,
+        channels_last: bool,
+        clamp: bool,
+        max_pixels: int,
+        strict: bool,
+        owner: object,
+    ) -> Any:
+        """Begin to make rows of `out` from records of a cache: read, verify, choose the box, decode, resize.
+
+        Python may go on meanwhile; `finish_rows` waits for the rows. Of a job that is dropped no more rows
+        are begun, and those at work are waited for. Without threads, `finish_rows` makes the rows.
+
+        places: where the records lie (`fastload.cache.segment.PLACE`).
+        law: how the boxes are chosen, each by the seed and the size of its image.
+        pixels: the records are those of cache mode "decoded", not files.
+        owner: kept alive as long as the file descriptors of `places` are used.
+        """
+
+    def finish_rows(self, job: Any) -> tuple[list[tuple[int, str]], float, float]:
+        """Wait for the rows of a job; return [(row, reason)] of those that were not made, and seconds.
+
+        The seconds are those of reading and those of decoding, of all threads together.
+
+        Raises:
+            RuntimeError: the job was begun by this process's parent.
+        """
+
+    def read_ahead(self, places: NDArray[np.void]) -> None:
+        """Let the system read records that are not in memory. Does not wait for them."""
 
 
 kernel: Kernel | None

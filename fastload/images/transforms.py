@@ -13,6 +13,7 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_flip, check_interpolation, check_range, check_resize
 from fastload.images.crop import Crop, CropBox, Size
 from fastload.images.decode import MAX_PIXELS, resized_size
+from fastload.images.kernel import BoxLaw
 from fastload.images.masks import nearest
 from fastload.images.rng import Rng
 
@@ -89,6 +90,12 @@ class RandomResizedCrop(Crop):
     @property
     def law(self) -> tuple[Any, ...]:
         return "RandomResizedCrop", self.scale, self.ratio, self.flip
+
+    @property
+    def box_law(self) -> BoxLaw | None:
+        if type(self) is not RandomResizedCrop or self.own_values:
+            return None
+        return "random", *self.scale, *self.ratio, self.flip
 
     def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         top, left, rows, columns = self._sample(width, height, rng)
@@ -175,6 +182,13 @@ class CenterCrop(Crop):
             return "CenterCrop", *size
         kind = "CenterCrop of the resized image", isinstance(self.resize, int)
         return *kind, size[0] / resize[0], size[1] / resize[1]
+
+    @property
+    def box_law(self) -> BoxLaw | None:
+        if type(self) is not CenterCrop or self.own_values:
+            return None
+        height, width = self.resize if isinstance(self.resize, tuple) else (self.resize or 0, 0)
+        return "centre", height, width
 
     def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         full = self._resized(width, height)

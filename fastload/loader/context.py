@@ -12,7 +12,7 @@ from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import BadSamples, Counters, Meter
 from fastload.order.exclusions import Exclusions
-from fastload.store.allowance import Allowance, Asked
+from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.log_writer import LogWriter
 from fastload.workers.autoscale import Autoscaler
@@ -38,7 +38,7 @@ class LoaderContext:
         digest: of all that was handed out.
         remote_caches: what pulls and pushes for them.
         log: of each sample that was handed out, with `sample_log=`.
-        allowances: what was asked of the stores of the datasets, and may be.
+        budgets: the requests of each dataset to its stores, and their limits.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
     """
@@ -54,7 +54,7 @@ class LoaderContext:
     memory: MemoryUse = field(default_factory=MemoryUse)
     remote_caches: RemoteCaches = field(default_factory=RemoteCaches)
     log: LogWriter | None = None
-    allowances: list[Allowance] = field(default_factory=list)
+    budgets: list[RequestBudget] = field(default_factory=list)
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class LoaderContext:
     def start_epoch(self, loader: Any) -> None:
         """An iteration of the loader begins."""
         self.bad.start_epoch()
-        self.find_allowances(loader.dataset)
+        self.find_budgets(loader.dataset)
         rank, world_size = find_part(loader)
         self.digest.rank, self.digest.world_size = rank, world_size
         if self.log is not None:
@@ -76,23 +76,23 @@ class LoaderContext:
         self.digest.add(epoch, step, witness)
         self.count_requests()
 
-    def find_allowances(self, dataset: Any) -> None:
-        """Those of the datasets that `dataset` holds."""
-        found = [getattr(one, "allowance", None) for one in fastload_datasets(dataset)]
-        self.allowances = list(dict.fromkeys(one for one in found if isinstance(one, Allowance)))
+    def find_budgets(self, dataset: Any) -> None:
+        """Collect the budgets of the datasets that `dataset` holds."""
+        found = [getattr(one, "budget", None) for one in fastload_datasets(dataset)]
+        self.budgets = list(dict.fromkeys(one for one in found if isinstance(one, RequestBudget)))
 
     def count_requests(self) -> None:
         """Put into the counters what all processes asked of the stores."""
-        asked = Asked(*map(sum, zip(*(one.asked() for one in self.allowances), strict=True)))
-        if any(asked):
-            self.counters.put("store.gets", asked.gets)
-            self.counters.put("store.heads", asked.heads)
-            self.counters.put("store.lists", asked.lists)
-            self.counters.put("store.egress_bytes", asked.egress)
+        spent = RequestCounts(*map(sum, zip(*(budget.spent() for budget in self.budgets), strict=True)))
+        if any(spent):
+            self.counters.put("store.gets", spent.gets)
+            self.counters.put("store.heads", spent.heads)
+            self.counters.put("store.lists", spent.lists)
+            self.counters.put("store.egress_bytes", spent.egress)
 
     def limits(self) -> list[dict[str, int | None]]:
         """Of each dataset with limits: the limits, and what was used of them."""
-        limited = [one for one in self.allowances if any(one.limits)]
+        limited = [one for one in self.budgets if any(one.limits)]
         return [
             {
                 "max_gets": one.limits.gets,

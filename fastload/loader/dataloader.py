@@ -334,7 +334,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "decode": the decoder ("decoder").
         """
         context = self.loader_context
-        context.find_allowances(self.dataset)
+        context.find_budgets(self.dataset)
         context.count_requests()
         epoch, gauges = context.meter.counters(), context.meter.gauges()
         return {

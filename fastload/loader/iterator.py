@@ -1,10 +1,10 @@
 """The way of a batch, from the sampler to the consumer: `LoaderIterator._next_data` is that way on one page.
 
-    schedule ──▶ executor ──────────▶ reorder ──▶ device ──▶ the consumer
-    (sampler,    (worker processes,   (in turn)   (copy, batch_transform, ahead;
+    schedule ──▶ workers ───────────▶ reorder ──▶ delivery ──▶ the consumer
+    (sampler,    (processes,          (in turn)   (copy, batch_transform, ahead;
      streams)     or this one)                     or pinned; or as it is)
 
-In the executor `fastload.workers.batch.BatchMaker` makes the batch: the prefetcher reads the samples from the
+In a worker `fastload.workers.batch.BatchMaker` makes the batch: the prefetcher reads the samples from the
 cache or the store, they are decoded and transformed, and collated into a slot of shared memory.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 from typing import Any
 
 from fastload.errors import LimitError
@@ -20,12 +21,19 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.resume import filter_of
-from fastload.loader.schedule import IndexSchedule, Schedule
-from fastload.loader.stages import new_device, new_executor, new_schedule
+from fastload.loader.schedule import Schedule
+from fastload.loader.stages import (
+    Delivery,
+    Scaling,
+    follow_exclusions,
+    new_device,
+    new_schedule,
+    new_workers,
+)
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
-from fastload.order.exclusions import Filter
 from fastload.order.state import reading_state
-from fastload.workers.executor import Arrival, Executor
+from fastload.workers.protocol import EpochStart
+from fastload.workers.workers import Arrival, Workers
 
 
 class LoaderIterator(TorchIterator):
@@ -38,7 +46,7 @@ class LoaderIterator(TorchIterator):
     `_reset` and `__next__` of the base are used; `__next__` calls `_next_data`.
     """
 
-    _executor: Executor  # not there before `__init__` comes to it
+    _engine: Workers  # not there before `__init__` comes to it; `_workers` is torch's name of its processes
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
     _progress: Progress
@@ -61,7 +69,7 @@ class LoaderIterator(TorchIterator):
         self._device = new_device(loader, context)
         if self._device is not None and self._device.copies:
             self._pin_memory = False
-        self._executor = new_executor(
+        self._engine = new_workers(
             loader,
             context,
             self._device,
@@ -69,6 +77,9 @@ class LoaderIterator(TorchIterator):
             pinned=self._pin_memory,
             part=(self._world_size, self._rank),
         )
+        pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
+        self._delivery = Delivery(self._device, context, self._engine, pin)
+        self._scaling = Scaling(context, self._engine)
         if inline:
             if context.position.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
@@ -80,7 +91,7 @@ class LoaderIterator(TorchIterator):
     @property
     def _workers(self) -> list[Any]:
         """The worker processes. torch's own tests and many scripts look here."""
-        return self._executor.processes if hasattr(self, "_executor") else []
+        return self._engine.processes if hasattr(self, "_engine") else []
 
     # --- the way of a batch
 
@@ -88,30 +99,29 @@ class LoaderIterator(TorchIterator):
         if self._limit_reached is not None:
             raise copy.copy(self._limit_reached)
         if self.broken:
-            self._executor.check_open()
+            self._engine.check_open()
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
-        if self._progress.filter is not None and self._progress.filter.changed:
-            self._follow_exclusions(self._progress.filter)
-        while (seq := self._next_due()) is not None:  # schedule -> executor
-            arrival = self._wait_for(seq)  # executor -> reorder
+        follow_exclusions(self._progress, self._reorder, self._engine, self._first, self._outdated)
+        while (seq := self._next_due()) is not None:  # schedule -> workers
+            arrival = self._wait_for(seq)  # workers -> reorder
             if arrival.seq in self._outdated:
                 self._make_again(arrival)
                 continue
-            self._start_copies()  # reorder -> device
+            self._start_copies()  # reorder -> delivery
             if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready):
                 break
             lane = self._reorder.take(arrival.seq)
             if not arrival.exhausted:
-                return self._hand_over(lane, arrival)  # device -> the consumer
+                return self._hand_over(lane, arrival)  # delivery -> the consumer
             self._retire(lane, arrival)
         self._finish()
         raise StopIteration
 
     def _next_due(self) -> int | None:
         """The work to hand over next, given out now where none is; None at the end of the epoch."""
-        if not self._executor.concurrent:
+        if not self._engine.concurrent:
             self._fill()
         while (seq := self._reorder.due()) is None:
             if not self._fill() and not self._schedule.next_lap():
@@ -141,13 +151,13 @@ class LoaderIterator(TorchIterator):
                 index = schedule.work(lane)
         except StopIteration:
             schedule.turn.clear()
-            self._executor.end_work()
+            self._engine.end_work()
             return None
         worker_id = lane % max(1, self._num_workers)
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
-            self._executor.submit(worker_id, seq, index, encoded=self._encoded)
+            self._engine.submit(worker_id, seq, index, encoded=self._encoded)
         except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
             self._reorder.forget(seq)
             raise
@@ -168,40 +178,39 @@ class LoaderIterator(TorchIterator):
         try:
             if wait:
                 with stage("wait"):
-                    arrivals = self._executor.receive(self._timeout, self._context.meter.tick)
+                    arrivals = self._engine.receive(self._timeout, self._context.meter.tick)
                 self._context.meter.waited(time.perf_counter() - start)
             else:
-                arrivals = self._executor.arrived()
+                arrivals = self._engine.arrived()
             for arrival in arrivals:
                 if self._reorder.put(arrival):
                     self._progress.began(arrival.worker_id, arrival.before)
                 else:
                     self._discard(arrival)
         except BaseException:  # Ctrl-C too
-            self.broken = self._executor.concurrent
-            for seq in self._executor.interrupted():
+            self.broken = self._engine.concurrent
+            for seq in self._engine.interrupted():
                 self._schedule.lost(self._reorder.forget(seq))
             raise
 
     def _start_copies(self) -> None:
         """Start what is here and due next on its way to the device, before it is asked for."""
-        device = self._device
-        if device is None or not device.ahead or not self._executor.concurrent:
+        if not self._delivery.ahead:
             return
         self._receive(wait=False)
-        for arrival in self._reorder.first(1 + device.ahead):
-            if arrival.load is not None and arrival.seq not in self._outdated:
-                device.start(arrival.seq, arrival.load)
+        for arrival in self._reorder.first(1 + self._delivery.ahead):
+            if arrival.seq not in self._outdated:
+                self._delivery.start(arrival)
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
         """The batch as the user gets it. Raises what its worker, the device or the pinning raised."""
-        self._executor.consume(arrival.worker_id)
+        self._engine.consume(arrival.worker_id)
         try:
             arrival.reraise()
-            batch = self._load(arrival)
+            batch = self._delivery.load(arrival)
         except LimitError as error:  # whoever resumes with a higher limit gets this batch once more
             # A copy: the traceback of `error` leads back here, and workers end with the last reference.
-            self._limit_reached, self.broken = copy.copy(error), self._executor.concurrent
+            self._limit_reached, self.broken = copy.copy(error), self._engine.concurrent
             raise
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
@@ -211,31 +220,21 @@ class LoaderIterator(TorchIterator):
             raise
         self._give_more(lane, arrival.worker_id)
         self._context.meter.handed_over()
-        self._adjust_workers()
+        if self._scaling.adjust(self._schedule, len(self._reorder)):
+            self._fill()
         self._count(lane, arrival)  # last, for the same reason
-        return batch
-
-    def _load(self, arrival: Arrival) -> Any:
-        assert arrival.load is not None
-        start = time.perf_counter()
-        with stage("unpack"):
-            batch = arrival.load() if self._device is None else self._device.get(arrival.seq, arrival.load)
-        if self._pin_memory:
-            batch = pin_memory(batch, self._pin_memory_device)
-        if not self._executor.concurrent:  # nothing of it was done ahead
-            self._context.meter.waited(time.perf_counter() - start)
         return batch
 
     def _give_more(self, lane: int, worker_id: int) -> None:
         """Give out new work in the place of a batch that leaves the loader, and say that it does."""
-        if not self._executor.concurrent:
+        if not self._engine.concurrent:
             return  # not before it is asked for: its work would hold up this batch
         turn = self._schedule.turn
         parked = bool(turn) and lane not in turn
         if parked or self._submit(lane) != worker_id:
             # It is told at once that it may make another batch: with other workers coming and going, its next
             # work may come late, and nobody would make a batch that is waited for.
-            self._executor.finish(worker_id)
+            self._engine.report(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
         step, substitutes = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
@@ -249,30 +248,6 @@ class LoaderIterator(TorchIterator):
             self._context.counters.add("left_out.samples", substitutes)
         if steps:
             self._context.counters.add("left_out.steps", steps)
-
-    # --- what is left out
-
-    def _follow_exclusions(self, older: Filter) -> None:
-        """Edit once more what was given out and was not handed out, as more or less is left out now."""
-        progress = self._progress
-        before, newer = older.withheld, older.newer(progress.batches)
-        if newer.withheld != before:
-            self._executor.leave_out(newer.withheld)
-        for seq in self._reorder.expected():
-            given = progress.given_out(seq - self._first)
-            if given is None:
-                continue
-            edited = newer(given.step, given.index)
-            same = edited is not None and edited.replaced == given.edited.replaced
-            if same and not newer.may_choose(given.edited, before):
-                continue
-            index = None if edited is None else edited.index
-            if self._reorder.has(seq) or not self._executor.revise(seq, index):
-                self._outdated.add(seq)
-            elif edited is None:
-                self._reorder.forget(seq)
-            progress.edit(seq - self._first, edited)
-        progress.filter = newer  # last: after Ctrl-C all of this is done again
 
     def _make_again(self, arrival: Arrival) -> None:
         """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
@@ -293,7 +268,7 @@ class LoaderIterator(TorchIterator):
             self._outdated.discard(seq)
             self._discard(arrival)
             index = given.edited.index
-            self._executor.submit(worker_id, seq, index, encoded=self._encoded, again=True)
+            self._engine.submit(worker_id, seq, index, encoded=self._encoded, again=True)
         except BaseException:  # Ctrl-C: nobody may wait for this batch, which whoever resumes gets
             self._reorder.forget(seq)
             raise
@@ -311,28 +286,8 @@ class LoaderIterator(TorchIterator):
     def _discard(self, arrival: Arrival) -> None:
         """A batch that nobody waits for any more; its memory goes back."""
         if arrival.seq >= self._first and not arrival.exhausted:
-            self._executor.consume(arrival.worker_id)
-        if self._device is None or not self._device.drop(arrival.seq):
-            self._executor.discard(arrival)
-
-    def _adjust_workers(self) -> None:
-        """Have as many as num_workers="auto" wants. One that is parked finishes its work, and waits."""
-        autoscaler, schedule = self._context.autoscaler, self._schedule
-        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
-            return
-        wanted = autoscaler.look(self._context.counters, len(self._reorder))
-        ahead = self._context.batches_ahead(schedule.ahead)
-        self._executor.allow_ahead(autoscaler.ahead)
-        if ahead > schedule.ahead:
-            schedule.ahead = ahead
-            self._fill()
-        schedule.park(wanted)
-        while (worker_id := schedule.next_worker(wanted)) is not None:
-            if worker_id == len(self._workers):
-                self._executor.grow()
-            schedule.turn.append(worker_id)
-            self._fill()
-        self._context.meter.workers = wanted
+            self._engine.consume(arrival.worker_id)
+        self._delivery.discard(arrival)
 
     # --- epochs
 
@@ -373,21 +328,22 @@ class LoaderIterator(TorchIterator):
         # Of workers that were wanted at the end of an epoch, some may not have been started.
         workers = min(wanted, len(self._workers))
         self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, workers)
-        self._executor.start_epoch(
-            self._sent,
-            self._seed,
-            self._progress.epoch,
-            streamed=self._schedule.streamed,
-            shared_seed=self._shared_seed,
+        self._engine.begin(
+            EpochStart(
+                self._sent,
+                self._seed,
+                self._progress.epoch,
+                self._schedule.streamed,
+                self._shared_seed,
+                frozenset() if self._progress.filter is None else self._progress.filter.withheld,
+            )
         )
-        if self._progress.filter is not None and self._progress.filter.withheld:
-            self._executor.leave_out(self._progress.filter.withheld)
-        if self._executor.concurrent:
+        if self._engine.concurrent:
             self._fill()
 
     def take_up(self, positions: list[dict[str, Any]] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
-        self._progress.began(state=self._executor.take_up(positions[0] if positions else None))
+        self._progress.began(state=self._engine.take_up(positions[0] if positions else None))
 
     def _finish(self) -> None:
         for arrival in self._reorder.clear():
@@ -406,8 +362,8 @@ class LoaderIterator(TorchIterator):
 
     def _shutdown_workers(self) -> None:
         """torch's own tests call this."""
-        if hasattr(self, "_executor"):
-            self._executor.close()
+        if hasattr(self, "_engine"):
+            self._engine.close()
 
     def __del__(self) -> None:
         if is_exiting is not None and not is_exiting():

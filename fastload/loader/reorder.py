@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from fastload.workers.executor import Arrival
+from fastload.workers.workers import Arrival
 
 
 class ReorderBuffer:

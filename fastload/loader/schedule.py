@@ -80,11 +80,9 @@ class IndexSchedule:
         while len(self.turn) > wanted:
             self.turn.remove(max(self.turn))
 
-    def next_worker(self, wanted: int) -> int | None:
-        """One that does not take part yet; None where as many do, or there is no more work."""
-        if not 0 < len(self.turn) < wanted:
-            return None
-        return min(set(range(wanted)) - set(self.turn))
+    def missing(self, wanted: int) -> list[int]:
+        """Return those of the wanted workers that take no part yet; none where there is no more work."""
+        return sorted(set(range(wanted)) - set(self.turn)) if 0 < len(self.turn) < wanted else []
 
     def choose(self, lane: int | None) -> int:
         if lane is None or self._in_order or lane not in self.turn:

@@ -1,9 +1,10 @@
-"""What an iterator works with: its executor, its device, and the schedule of each epoch."""
+"""The parts of an iterator: workers and their number, device, schedule of an epoch, delivery, rules."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -13,12 +14,14 @@ from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
+from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
-from fastload.metrics.torch_private import shard_data_pipe
-from fastload.workers.executor import Executor, ProcessExecutor
-from fastload.workers.inline import InlineExecutor, allocator
+from fastload.metrics.torch_private import shard_data_pipe, stage
+from fastload.workers.inline import ThisProcess, allocator
 from fastload.workers.memory_limit import MemoryLimit
+from fastload.workers.processes import WorkerProcesses
 from fastload.workers.protocol import WorkerSetup
+from fastload.workers.workers import Arrival, Workers
 
 
 def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
@@ -28,7 +31,7 @@ def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
     return DevicePrefetcher(loader.device, loader.batch_transform, context.counters, context.decoding)
 
 
-def new_executor(
+def new_workers(
     loader: Any,
     context: LoaderContext,
     device: DevicePrefetcher | None,
@@ -36,7 +39,7 @@ def new_executor(
     base_seed: int,
     pinned: bool,
     part: tuple[int, int],
-) -> Executor:
+) -> Workers:
     """The workers of one iterator, started; or, with `num_workers=0`, this process.
 
     Args:
@@ -53,13 +56,13 @@ def new_executor(
         pin = device.pin if device is not None and device.copies else None
         start = context.workers_wanted(loader.num_workers)
         method = loader.multiprocessing_context
-        return ProcessExecutor(setup, method, counters, bad, memory, pin=pin, start=start)
+        return WorkerProcesses(setup, method, counters, bad, memory, pin=pin, start=start)
     if loader.timeout != 0:
         raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         apply_sharding(loader.dataset, *part)
     allocate = allocator(pinned=pinned) if device is None else device.allocate
-    return InlineExecutor(setup, counters, bad, allocate)
+    return ThisProcess(setup, counters, bad, allocate)
 
 
 def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int]) -> WorkerSetup:
@@ -110,3 +113,109 @@ def new_schedule(
         ahead=ahead,
         in_order=loader.in_order,
     )
+
+
+class Scaling:
+    """Has as many workers make batches as num_workers="auto" wants; without it, all of them."""
+
+    def __init__(self, context: LoaderContext, workers: Workers) -> None:
+        self._context = context
+        self._workers = workers
+
+    def adjust(self, schedule: Schedule, in_flight: int) -> bool:
+        """Start or park workers. Returns whether more work may be given out than before.
+
+        A worker that is parked finishes its work, and waits.
+        """
+        autoscaler = self._context.autoscaler
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
+            return False
+        wanted = autoscaler.look(self._context.counters, in_flight)
+        schedule.park(wanted)
+        missing = schedule.missing(wanted)
+        self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+        schedule.turn.extend(missing)
+        self._context.meter.workers = wanted
+        before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
+        return bool(missing) or schedule.ahead > before
+
+
+class Delivery:
+    """Hands batches to the consumer: from the device, where they are copied ahead; pinned; or as they are.
+
+    Args:
+        device: None: batches stay in host memory.
+        pin: pins a batch; None: they are not pinned here.
+    """
+
+    def __init__(
+        self,
+        device: DevicePrefetcher | None,
+        context: LoaderContext,
+        workers: Workers,
+        pin: Callable[[Any], Any] | None,
+    ) -> None:
+        self._device = device
+        self._context = context
+        self._workers = workers
+        self._pin = pin
+
+    @property
+    def ahead(self) -> int:
+        """How many batches are copied ahead."""
+        copies = self._device is not None and self._workers.concurrent
+        return self._device.ahead if copies and self._device is not None else 0
+
+    def start(self, arrival: Arrival) -> None:
+        """Start a batch on its way to the device, before it is asked for."""
+        if self._device is not None and arrival.load is not None:
+            self._device.start(arrival.seq, arrival.load)
+
+    def load(self, arrival: Arrival) -> Any:
+        """Return the batch as the user gets it. Raises what the device or the pinning raised."""
+        assert arrival.load is not None
+        start = time.perf_counter()
+        with stage("unpack"):
+            batch = arrival.load() if self._device is None else self._device.get(arrival.seq, arrival.load)
+        if self._pin is not None:
+            batch = self._pin(batch)
+        if not self._workers.concurrent:  # nothing of it was done ahead
+            self._context.meter.waited(time.perf_counter() - start)
+        return batch
+
+    def discard(self, arrival: Arrival) -> None:
+        """Release the memory of a batch that nobody waits for any more."""
+        if self._device is None or not self._device.drop(arrival.seq):
+            self._workers.discard(arrival)
+
+
+def follow_exclusions(
+    progress: Progress, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+) -> None:
+    """Edit once more what was given out and was not handed out, where more or less is left out now.
+
+    Args:
+        first: sequence number of the first work of this epoch.
+        outdated: gets the work that may be made as it was before.
+    """
+    older = progress.filter
+    if older is None or not older.changed:
+        return
+    before, newer = older.withheld, older.newer(progress.batches)
+    if newer.withheld != before:
+        workers.leave_out(newer.withheld)
+    for seq in reorder.expected():
+        given = progress.given_out(seq - first)
+        if given is None:
+            continue
+        edited = newer(given.step, given.index)
+        same = edited is not None and edited.replaced == given.edited.replaced
+        if same and not newer.may_choose(given.edited, before):
+            continue
+        index = None if edited is None else edited.index
+        if reorder.has(seq) or not workers.revise(seq, index):
+            outdated.add(seq)
+        elif edited is None:
+            reorder.forget(seq)
+        progress.edit(seq - first, edited)
+    progress.filter = newer  # last: after Ctrl-C all of this is done again

@@ -231,6 +231,25 @@ def usable_bytes(root: str = "/") -> int:
     return total
 
 
+def memory_for_pages(root: str = "/") -> int:
+    """Bytes of memory that can hold pages of files: what is free, or the pages of other files.
+
+    Where a control group (version 2) has a limit, no more than what that leaves.
+    """
+    memory = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in (Path(root) / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                memory = int(line.split()[1]) << 10
+    group = Path(root) / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
+        limit = int((group / "memory.max").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat.get("file", 0))
+        memory = min(memory, max(0, limit - used))
+    return memory
+
+
 def anonymous_bytes() -> int:
     """The heap and the stacks of this process. After a fork that includes what it still shares."""
     line = next((line for line in _lines("status") if line.startswith("RssAnon:")), "RssAnon: 0 kB")

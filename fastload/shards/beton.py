@@ -33,7 +33,7 @@ from fastload.shards.own_index import index_shards, read_head
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _PIECE = 8 << 20  # bytes of a request for the tables
 

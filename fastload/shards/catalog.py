@@ -23,8 +23,8 @@ from fastload.shards.formats import FORMATS, ShardFormat
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, is_index, listed_url, resolve
-from fastload.store import Store, limited_together, open_store
-from fastload.store.listing import Selection
+from fastload.store import Store, open_store, with_budget
+from fastload.store.listing import ListingQuery, Selection
 from fastload.store.manifest import Manifest
 
 _log = logging.getLogger("fastload")
@@ -70,7 +70,7 @@ class ShardList:
             )
         self._compressed = None if compression is None else bool(compression)
         self._listings = listings
-        self._options = limited_together(storage_options)
+        self._options = with_budget(storage_options)
         names, counts = _through_index(urls, self._options)
         named = resolve(names, form, files=in_order)
         self.store, self._manifest = self._find(named)
@@ -99,7 +99,7 @@ class ShardList:
         found = {
             name: value for name, value in vars(self).items() if name not in ("_listings", "_row_numbers")
         }
-        found["_options"] = {name: value for name, value in self._options.items() if name != "max_gets"}
+        found["_options"] = {name: value for name, value in self._options.items() if name != "budget"}
         return found
 
     def __len__(self) -> int:
@@ -213,7 +213,7 @@ class ShardList:
         return [shard for shard, head in zip(shards, heads, strict=True) if not is_compressed(head)]
 
     def _list(self, store: Store, named: Named) -> Manifest:
-        return self._listings.open(store, selection=named.selection)
+        return self._listings.open(store, ListingQuery(selection=named.selection))
 
 
 def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:

@@ -34,9 +34,9 @@ from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_source import RECORD_MARK, RecordSource, record_name
 from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
-from fastload.store.allowance import Allowance
+from fastload.store.budget import RequestBudget
+from fastload.store.failures import sleep
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import sleep
 
 _OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
@@ -115,8 +115,8 @@ class ShardDataset(FieldsDataset):
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
     @property
-    def allowance(self) -> Allowance | None:
-        return self._shards.store.allowance
+    def budget(self) -> RequestBudget | None:
+        return self._shards.store.budget
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:

@@ -34,8 +34,8 @@ from fastload.shards.own_index import index_shards, list_shards, read_head, read
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
-from fastload.store import Store, limited_together
-from fastload.store.retry import Wait
+from fastload.store import Store, with_budget
+from fastload.store.failures import Wait
 
 _ARROW = b"LDARW01\0"
 
@@ -136,7 +136,7 @@ class LitDataset(ShardDataset):
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        options = limited_together(storage_options)
+        options = with_budget(storage_options)
         root, found = read_json(url, LITDATA, options)
         try:
             told = parse_index(found)

@@ -24,8 +24,8 @@ from fastload.shards.own_index import index_shards, list_shards, read_head, read
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
-from fastload.store import Store, limited_together
-from fastload.store.retry import Wait
+from fastload.store import Store, with_budget
+from fastload.store.failures import Wait
 
 
 def _read_index(listed: dict[str, MDSShard], store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
@@ -104,7 +104,7 @@ class MDSDataset(ShardDataset):
         shape = None if fields is None else Shape(fields)
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        options = limited_together(storage_options)
+        options = with_budget(storage_options)
         root, told = read_json(url, MDS, options)
         found = _shards(root, told["shards"])
         columns = next(iter(found.values())).columns

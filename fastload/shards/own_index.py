@@ -18,7 +18,7 @@ from fastload.shards.formats import ShardFormat, format_of_index
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard, read_in_turn
 from fastload.store import Store, open_store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted

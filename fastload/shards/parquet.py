@@ -22,8 +22,8 @@ from fastload.shards.formats import PARQUET, ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.record_source import RecordSource
 from fastload.store.base import Buffer
+from fastload.store.failures import Wait
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import Wait
 
 if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows

@@ -27,7 +27,7 @@ from fastload.metrics.counters import Counters
 from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 
 class PieceSizes(NamedTuple):

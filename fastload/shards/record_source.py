@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Record, Splitter
 from fastload.shards.catalog import ShardList
@@ -15,7 +15,7 @@ from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.reader import PIECES, read_in_turn
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastload.errors import DecodeError, FastloadError
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
@@ -28,7 +28,7 @@ from fastload.shards.parquet_fields import column_values
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +26,9 @@ from fastload.cache.listings import Listings
 from fastload.datasets.base import StoreDataset
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
+from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -34,7 +36,7 @@ from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
 from fastload.shards.record_source import record_name
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 
@@ -149,6 +151,17 @@ class TokenDataset(StoreDataset):
         batch[target].copy_(batch[source])
 
     # --- which samples these are
+
+    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """As `ObjectDataset.warm`."""
+        cache, source = self._cache_to_fill(), self._source()
+        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
+        records = map(self._record, indices)
+        return warm(records, cache, prefetcher, key=self._cache_key, size=source.size)
+
+    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """Return what `warm` has to read for these samples. Raises as `warm`."""
+        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
 
     def identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         return self._corpus.identities(records)

@@ -5,6 +5,6 @@ s3, gs, az and http(s) go through obstore, directories through the system, all e
 
 from fastload.store.base import ObjectInfo, Reading, Store
 from fastload.store.client_process import clients_live_here
-from fastload.store.open import limited_together, open_store
+from fastload.store.open import open_store, with_budget
 
-__all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "limited_together", "open_store"]
+__all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "open_store", "with_budget"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,11 +23,10 @@ from fastload.errors import (
     check_whole_number,
 )
 from fastload.formats.pieces import MAX_INFLATED
-from fastload.store import retry
-from fastload.store.allowance import Allowance
+from fastload.store import failures
+from fastload.store.budget import RequestBudget
 from fastload.store.client_process import ClientProcess, clients_live_here
-from fastload.store.ranged_file import RangedFile
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 T = TypeVar("T")
 
@@ -58,13 +58,16 @@ class Reading(NamedTuple):
         hedge: request a slow read a second time, if it takes longer than 95 % of the reads, and for at most
             3 % of them.
         max_inflated: bytes that a compressed record, a row group or a table may become in memory.
+        budget: the requests made so far, and their limits; None: they are not counted.
     """
 
     max_requests: int | None = None
     hedge: bool = False
     max_inflated: int = MAX_INFLATED
+    budget: RequestBudget | None = None
 
 
+PLAIN_READING = Reading()
 Page = list[ObjectInfo]  # a name of its own, since `list` is a method below
 
 
@@ -77,7 +80,6 @@ class Store(ABC):
         unidentified: the reason why `identity` may stand for several places, in words, or "". Nothing of such
             a store is cached.
         reading: how a loader reads it.
-        allowance: what was asked of it and may be asked; None: not counted.
         reached: whether it ever answered. A store that never answered fails fast; one that has is retried.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
@@ -86,12 +88,11 @@ class Store(ABC):
     and how long. The first write is given up after seconds. Threads may share it.
     """
 
-    def __init__(self, url: str, identity: str) -> None:
+    def __init__(self, url: str, identity: str, reading: Reading = PLAIN_READING) -> None:
         self.url = url
         self.identity = identity
         self.unidentified = ""
-        self.reading = Reading()
-        self.allowance: Allowance | None = None
+        self.reading = reading
         self.reached = self._written = False
         self._has_ranges: bool | None = None  # not known
         self._server = identity  # that has ranges or not
@@ -100,8 +101,13 @@ class Store(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
 
+    @property
+    def budget(self) -> RequestBudget | None:
+        """The requests made so far, and their limits; None: they are not counted."""
+        return self.reading.budget
+
     def __fingerprint__(self) -> Any:
-        """The place, without whether it ever answered: see `datasets.fingerprint`."""
+        """Return the place, without whether it ever answered: see `datasets.fingerprint`."""
         return self.identity
 
     @property
@@ -110,15 +116,15 @@ class Store(ABC):
         return self.url
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
-        """Options for `open_store` that open it again, none of them a secret, and the names of the others.
+        """Return options for `open_store` that open it again, without secrets, and the names of the others.
 
         An endpoint that the environment named is among them.
         """
         return {}, []
 
     def _state(self) -> dict[str, Any]:
-        """The state that a copy in another process takes over."""
-        return {"reading": self.reading, "reached": self.reached, "allowance": self.allowance}
+        """Return the state that a copy in another process takes over."""
+        return {"reached": self.reached}
 
     @property
     def has_ranges(self) -> bool:
@@ -156,32 +162,32 @@ class Store(ABC):
 
         With objects in them or without: empty directories, and directory markers such as an empty "name/".
         """
-        found: set[str] = self._attempt("_folders")
+        names: set[str] = self._attempt("_folders")
         self._count_lists(1)
-        return found
+        return names
 
-    def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
+    def head(self, key: str, *, wait: Wait = failures.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
         info: ObjectInfo = self._retried(lambda: self._attempt("_head", key), wait)
         return info
 
     def read(
-        self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = retry.sleep
+        self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = failures.sleep
     ) -> Buffer:
         """Return one object's bytes; with `version` only of that version, with `size` only that many.
 
         `wait(error, seconds)` is called before the request is made again; it may raise to end that.
         """
-        if size is None and self.allowance is not None and self.allowance.limits.egress is not None:
+        if size is None and self.budget is not None and self.budget.limits.egress is not None:
             info = self.head(key, wait=wait)  # what is asked for must be known before
             size, version = info.size, version or info.version or None
         body = self._retried(lambda: self._attempt("_read", key, version, size), wait)
-        if size is None and self.allowance is not None:
-            self.allowance.count(egress=len(body))
+        if size is None and self.budget is not None:
+            self.budget.count(egress=len(body))
         return body
 
     def read_range(
-        self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = retry.sleep
+        self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = failures.sleep
     ) -> Buffer:
         """Return the bytes [start, stop) of one object, all of which must exist. `wait` as in `read`."""
         check_range(key, start, stop)
@@ -229,7 +235,7 @@ class Store(ABC):
         info = self.head(key)
         return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 
-    def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
+    def write(self, key: str, body: Buffer | Path, *, wait: Wait = failures.sleep) -> None:
         """Put an object there, in place of one that has this key already. `wait` as in `read`.
 
         Readers see it whole or not at all, even if this process is killed. A `Path` is a local file that is
@@ -242,14 +248,14 @@ class Store(ABC):
         self._written = True
 
     def holds(self, path: str) -> bool:
-        """Whether a path on this machine lies within what this store lists."""
+        """Return whether a path on this machine lies within what this store lists."""
         return False
 
     def _client_is_here(self) -> bool:
         return not self.native or clients_live_here()
 
     def _attempt(self, method: str, *arguments: Any) -> Any:
-        """One attempt of a method below, in the process that has the client."""
+        """Make one attempt of a method below, in the process that has the client."""
         reserve = functools.partial(self._reserve, method, *arguments)
         reserve()
         if self._client_is_here():
@@ -258,23 +264,23 @@ class Store(ABC):
 
     def _reserve(self, method: str, *arguments: Any) -> None:
         """Count a request that reads. Never called in a client process, which closes inherited files."""
-        if self.allowance is None:
+        if self.budget is None:
             return
         if method == "_head":
-            self.allowance.reserve(arguments[0], None)
+            self.budget.reserve(arguments[0], None)
         elif method == "_read":
-            self.allowance.reserve(arguments[0], arguments[2] or 0)
+            self.budget.reserve(arguments[0], arguments[2] or 0)
         elif method == "_read_range":
-            self.allowance.reserve(arguments[0], arguments[2] - arguments[1])
+            self.budget.reserve(arguments[0], arguments[2] - arguments[1])
 
     def _count_lists(self, pages: int) -> None:
-        if self.allowance is not None:
-            self.allowance.count(lists=pages)
+        if self.budget is not None:
+            self.budget.count(lists=pages)
 
     # One attempt each.
 
     def _answers_ranges(self) -> bool:
-        """Whether the server kept the last range that was asked for here. No request."""
+        """Return whether the server kept the last range that was asked for here. No request."""
         return True
 
     def _folders(self) -> set[str]:
@@ -299,28 +305,117 @@ class Store(ABC):
         """Get new credentials unless they are newer than `since`; False where there can be none."""
         return False
 
-    def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep, patient: bool = True) -> T:
-        result = retry.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
+    def _retried(self, attempt: Callable[[], T], wait: Wait = failures.sleep, patient: bool = True) -> T:
+        result = failures.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
         self.reached = True
         return result
 
-    def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
-        policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
-        return retry.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
+    def _attempts(self, start: float, patient: bool = True) -> failures.Attempts:
+        policy = (
+            failures.READ_POLICY
+            if patient
+            else failures.READ_POLICY._replace(budget=failures.CONTACT_SECONDS)
+        )
+        return failures.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
+
+
+class RangedFile(io.RawIOBase):
+    """One version of an object as an unbuffered binary file for reading, without a request to open it.
+
+    Libraries that take an open file (PyAV, soundfile, pyarrow, h5py) then read of a large object only what
+    they ask for. Each read is one request, however small, so it serves callers that read in large pieces.
+    `Store.open` puts a buffer before it. One buffer and not several: a reader that jumps between two places
+    pays a request for each jump, and what a file costs in memory stays known.
+
+    Example::
+
+        import fastload
+        from fastload.store.base import RangedFile
+
+        store = fastload.open_store("s3://bucket/train")
+        info = store.head("cat/0000.jpg")
+        file = RangedFile(store, info.key, info.size, info.version)
+        file.seek(-2, 2)
+        file.read()  # the last two bytes, by one request
+
+    Args:
+        store: reads the ranges, with its retries and errors.
+        key: the object.
+        size: bytes of the object.
+        version: of the object, as listed. Another version is an `ObjectChangedError`. "": any.
+
+    Attributes:
+        name: the key, as files have it: libraries tell formats by it.
+    """
+
+    def __init__(self, store: Store, key: str, size: int, version: str = "") -> None:
+        self.name = key
+        self._store, self._size, self._version = store, size, version
+        self._at = 0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of {self._store.url}, {self._size:,} bytes>"
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, without a request. A place past the end is allowed, as in any file; a read there is empty."""
+        self._check_open()
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
+        if whence not in starts:
+            raise ValueError(f"whence must be 0, 1 or 2, found {whence!r}")
+        if starts[whence] + offset < 0:
+            raise ValueError(f"cannot seek to {starts[whence] + offset:,}, before the start of {self.name!r}")
+        self._at = starts[whence] + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read at most `size` bytes from here, by one request; all if it is negative or None."""
+        return bytes(self._take(self._size if size is None or size < 0 else size))
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        body = self._take(len(view))
+        view[: len(body)] = body
+        return len(body)
+
+    def _take(self, size: int) -> memoryview:
+        self._check_open()
+        stop = min(self._at + size, self._size)
+        if stop <= self._at:
+            return memoryview(b"")
+        body = memoryview(self._store.read_range(self.name, self._at, stop, self._version)).cast("B")
+        self._at = stop
+        return body
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name!r} is closed")
 
 
 def time_version(size: int, modified: datetime | None) -> str:
-    """The version of an object that has no ETag; "" where it has no time either."""
+    """Return the version of an object that has no ETag; "" where it has no time either."""
     seconds = modified.timestamp() if modified else 0.0
     return f"{size}-{int(seconds * 1e9)}" if seconds > 0 else ""
 
 
 def is_time_version(version: str) -> bool:
-    """Whether a version is made of size and time: no condition of a request can be made of it."""
+    """Return whether a version is made of size and time: no condition of a request can be made of it."""
     return _TIME_VERSION.fullmatch(version) is not None
 
 
-def check_version(key: str, found: str, wanted: str | None, timed: str | None = None) -> None:
+def check_version(key: str, version: str, wanted: str | None, timed: str | None = None) -> None:
     """Raise `ObjectChangedError` unless the version found is the one wanted (None or "": any).
 
     Args:
@@ -330,19 +425,19 @@ def check_version(key: str, found: str, wanted: str | None, timed: str | None = 
     Raises:
         StoreError: the listing names ETags and the answer none, so that they cannot be compared.
     """
-    if not wanted or found == wanted:
+    if not wanted or version == wanted:
         return
     if timed is not None and is_time_version(wanted):
         if is_time_version(timed) and timed[:-9] == wanted[:-9]:
             return
-    elif timed is not None and found == timed:
+    elif timed is not None and version == timed:
         raise StoreError(
             f"the listing has the ETag {wanted!r}, but the response to a read has none, so a change could "
             "not be detected: look for a proxy that removes the ETag header",
             key=key,
         )
     raise ObjectChangedError(
-        f"the object changed since it was listed (version {found!r}, listed as {wanted!r}); "
+        f"the object changed since it was listed (version {version!r}, listed as {wanted!r}); "
         "list the prefix again",
         key=key,
     )
@@ -353,20 +448,20 @@ def check_length(key: str, body: Buffer, wanted: int | None) -> None:
 
     An error document in place of the object is a short read whatever its length: asking again helps.
     """
-    found = len(body)
-    if wanted is None or found == wanted:
+    length = len(body)
+    if wanted is None or length == wanted:
         return
     if is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
-    if found < wanted:
-        raise ShortReadError(f"the store sent {found:,} bytes where {wanted:,} were expected", key=key)
+    if length < wanted:
+        raise ShortReadError(f"the store sent {length:,} bytes where {wanted:,} were expected", key=key)
     raise ObjectChangedError(
-        f"the object has {found:,} bytes, but was listed with {wanted:,}; list again", key=key
+        f"the object has {length:,} bytes, but was listed with {wanted:,}; list again", key=key
     )
 
 
 def is_error_document(body: Buffer) -> bool:
-    """Whether a body is the XML in which S3 reports an error, now and then under status 200."""
+    """Return whether a body is the XML in which S3 reports an error, now and then under status 200."""
     head = bytes(memoryview(body)[:200]).lstrip()
     return head.startswith((b"<?xml", b"<Error")) and b"<Error" in head
 

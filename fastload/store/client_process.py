@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -47,22 +48,22 @@ _BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the 
 _PING = pickle.dumps(("", []))
 _PR_SET_NAME = 15
 
-# A message is a kind, a length, and that many bytes.
-_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # kinds
-_HEADER = struct.Struct("<BQ")  # kind and length
+# A message is a code, a length, and that many bytes.
+_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # codes
+_HEADER = struct.Struct("<BQ")  # code and length
 _MOST_FILES = 4  # sent with a request
 
 _keep_here = False
 
 
 def keep_clients_here() -> None:
-    """From now on this process uses native clients itself: it will fork no process that uses them."""
+    """Let this process use native clients itself from now on: it will fork no process that uses them."""
     global _keep_here
     _keep_here = True
 
 
 def clients_live_here() -> bool:
-    """Whether this process uses native clients itself. A worker does, because nothing is forked from it."""
+    """Return whether this process uses native clients itself, as a worker does: nothing is forked from it."""
     return _keep_here or multiprocessing.current_process().daemon
 
 
@@ -84,7 +85,7 @@ class ClientProcess:
     def call(
         self, target: Any, method: str, *arguments: Any, before_repeat: Callable[[], None] = lambda: None
     ) -> Any:
-        """The result of `target.method(*arguments)` there. One with the buffer protocol comes as `bytes`.
+        """Return the result of `target.method(*arguments)` there; one with the buffer protocol as `bytes`.
 
         Args:
             before_repeat: called before the request is made again in a new process.
@@ -94,75 +95,80 @@ class ClientProcess:
             StoreError: no process could be started, or it was killed at this request, twice.
         """
         # The client process may have another working directory: files are sent as open descriptors.
-        paths = [argument for argument in arguments if isinstance(argument, Path)]
-        request = pickle.dumps(
-            (method, [_FileArgument() if isinstance(one, Path) else one for one in arguments])
-        )
+        sent = [_FileArgument() if isinstance(argument, Path) else argument for argument in arguments]
         with contextlib.ExitStack() as opened:
-            files = [opened.enter_context(path.open("rb")) for path in paths]
-            for last in (False, True):
-                running = self._start(target)
-                try:
-                    kind, value = running.ask(request, [file.fileno() for file in files])
-                    break
-                except (EOFError, ConnectionError):
-                    running.close()
-                    if last:
-                        raise _killed() from None
-                    before_repeat()
-        if kind == _ERROR:
-            raise value
-        return value
+            paths = [argument for argument in arguments if isinstance(argument, Path)]
+            files = [opened.enter_context(path.open("rb")).fileno() for path in paths]
+            ((_, result),) = self._ask(target, (method, sent), files, before_repeat=before_repeat)
+            return result
 
     def iterate(self, target: Any, method: str) -> Iterator[Any]:
-        """The items of the generator `target.method()`, made there. Raises as `call`."""
-        started = False
+        """Yield the items of the generator `target.method()`, made there. Raises as `call`."""
+        for code, value in self._ask(target, (method, []), patience=_ITEM_SECONDS):
+            if code == _ITEM:
+                yield value
+
+    def _ask(
+        self,
+        target: Any,
+        request: tuple[str, list[Any]],
+        files: Sequence[int] = (),
+        *,
+        patience: float = math.inf,
+        before_repeat: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield the (code, value) of each message that answers a request.
+
+        If the process is killed before the first message, the request is made once more.
+
+        Args:
+            files: descriptors that are sent with it.
+            patience: seconds between two messages.
+        """
+        body, is_last = pickle.dumps(request), False
         heard = time.monotonic()
 
         def check() -> None:
             running.check()
-            if time.monotonic() - heard > _ITEM_SECONDS:
-                raise StoreTimeoutError(
-                    f"the listing made no progress for {_ITEM_SECONDS:.0f} s", stage="list"
-                )
+            if time.monotonic() - heard > patience:
+                raise StoreTimeoutError(f"the listing made no progress for {patience:.0f} s", stage="list")
 
         while True:
             running = self._start(target)
             try:
                 with running.connection() as connection:  # one that is left half-way is closed
-                    _send(connection, _RESULT, pickle.dumps((method, [])))
+                    _send(connection, _RESULT, body, files)
                     while (answer := _receive(connection, check))[0] == _ITEM:
-                        started = True
-                        yield answer[1]
+                        is_last = True
+                        yield answer
                         heard = time.monotonic()
                 break
             except (EOFError, ConnectionError):
                 running.close()
-                if started:
-                    raise _killed() from None
-                started = True
+                if is_last:
+                    raise StoreError(
+                        "the client process of the store was killed during this request; memory may have "
+                        "run out"
+                    ) from None
+                is_last = True
+                before_repeat()
         if answer[0] == _ERROR:
             raise answer[1]
+        yield answer
 
     def _start(self, target: Any) -> _Running:
-        """The process that runs, or a new one."""
+        """Return the process that runs, or a new one."""
         with self._lock:
             if self._running is None or self._running.ended():
                 self._running = _launch(target)
             return self._running
 
     def forget(self) -> None:
-        """In a forked child: leave the parent's client process to the parent."""
+        """Leave the parent's client process to the parent, in a forked child."""
         self._lock = threading.Lock()
         if self._running is not None:
             self._running.close()
             self._running = None
-
-
-def _killed() -> StoreError:
-    return StoreError(
-        "the client process of the store was killed during this request; memory may have run out"
-    )
 
 
 class _Running:
@@ -173,12 +179,6 @@ class _Running:
         self._free: deque[socket.socket] = deque()
         # Not `__del__`: sockets that are collected with this one would warn before it closes them.
         self.close = weakref.finalize(self, _close, control, self._free)
-
-    def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
-        """Send one request, and these descriptors with it; the answer's kind and value."""
-        with self.connection() as connection:
-            _send(connection, _RESULT, request, files)
-            return _receive(connection, self.check)
 
     def check(self) -> None:
         """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
@@ -197,7 +197,7 @@ class _Running:
         )
 
     def ended(self) -> bool:
-        """Whether it has ended, or was closed."""
+        """Return whether it has ended, or was closed."""
         try:
             return not self._control.recv(1)
         except BlockingIOError:
@@ -207,7 +207,7 @@ class _Running:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[socket.socket]:
-        """A connection for one request; it is kept for another one if the answer was read to its end."""
+        """Have a connection for one request; it is kept for another one if the answer was read to its end."""
         try:
             ours = self._free.pop()
         except IndexError:
@@ -295,7 +295,7 @@ def _fork(target: Any, control: socket.socket) -> None:
 
 
 def _main(target: Any, control: socket.socket) -> NoReturn:
-    """The whole life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
+    """Live the life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
         gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
@@ -343,7 +343,7 @@ class _Work:
         self._last = time.monotonic()
 
     def idle(self) -> bool:
-        """Whether there was no request for a while."""
+        """Return whether there was no request for a while."""
         return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
 
     def serve(self, connection: socket.socket) -> None:
@@ -353,8 +353,8 @@ class _Work:
                 files, (method, arguments) = _receive_request(connection)
                 self._busy.add(connection)
                 try:
-                    for kind, body in self._answer(method, arguments):
-                        _send(connection, kind, body)
+                    for code, body in self._answer(method, arguments):
+                        _send(connection, code, body)
                 finally:
                     for file in files:
                         os.close(file)
@@ -362,7 +362,7 @@ class _Work:
                     self._busy.discard(connection)
 
     def _answer(self, method: str, arguments: list[Any]) -> Iterator[tuple[int, Any]]:
-        """The answers to a request, as (kind, bytes)."""
+        """Yield the answers to a request, as (code, bytes)."""
         try:
             result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
@@ -378,8 +378,8 @@ class _Work:
         except GeneratorExit:  # the other side has gone
             raise
         except BaseException:  # a panic of the client is no Exception
-            said = f"the client process of the store failed:\n{traceback.format_exc()}"
-            yield _ERROR, pickle.dumps(StoreError(said))
+            text = f"the client process of the store failed:\n{traceback.format_exc()}"
+            yield _ERROR, pickle.dumps(StoreError(text))
 
 
 # --- messages
@@ -389,9 +389,9 @@ class _FileArgument:
     """Stands for a file among the arguments of a request: its descriptor comes with the message."""
 
 
-def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] = ()) -> None:
+def _send(connection: socket.socket, code: int, body: Any, files: Sequence[int] = ()) -> None:
     """Send one message, and these descriptors with it."""
-    header = _HEADER.pack(kind, len(body))
+    header = _HEADER.pack(code, len(body))
     # All at once: the other side is woken once.
     sent = socket.send_fds(connection, (header, body), files) if files else connection.sendmsg((header, body))
     if sent < len(header) + len(body):
@@ -400,27 +400,29 @@ def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] 
 
 
 def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, list[Any]]]:
-    """(descriptors that came with it, (method, arguments)). Raises EOFError when the sender has closed."""
+    """Return (descriptors that came with it, (method, arguments)). Raises EOFError when the sender has
+    closed."""
     header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
     if not header:
         raise EOFError
     method, arguments = pickle.loads(_exactly(connection, _HEADER.unpack(header)[1], lambda: None))
     left = iter(files)
     arguments = [
-        Path(f"/proc/self/fd/{next(left)}") if isinstance(one, _FileArgument) else one for one in arguments
+        Path(f"/proc/self/fd/{next(left)}") if isinstance(argument, _FileArgument) else argument
+        for argument in arguments
     ]
     return files, (method, arguments)
 
 
 def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
-    """(kind, body or object); `silent` is called from time to time while nothing comes, and may raise.
+    """Return (code, body or object); `silent` is called from time to time while nothing comes, and may raise.
 
     Raises:
         EOFError: the other side has ended.
     """
-    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
+    code, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
     body = _exactly(connection, length, silent)
-    return kind, body if kind == _BYTES else pickle.loads(body)
+    return code, body if code == _BYTES else pickle.loads(body)
 
 
 def _exactly(connection: socket.socket, length: int, silent: Callable[[], None]) -> bytes:

@@ -27,7 +27,7 @@ _PART = ".part"
 def whole_file(
     path: str | Path, *, folder: int | None = None, mode: int = 0o600, durable: bool = False
 ) -> Iterator[BinaryIO]:
-    """A file to write. When the block ends it takes the name `path`, in place of an older file.
+    """Open a file to write. When the block ends it takes the name `path`, in place of an older file.
 
     Other processes see the older file until then, and nothing changes if the block raises. A process that is
     killed leaves a hidden file behind, see `is_part`.
@@ -60,31 +60,31 @@ def whole_file(
 
 
 def is_part(name: str) -> bool:
-    """Whether this is the name of a `whole_file` that is being written, or that a killed process left."""
+    """Return whether this names a `whole_file` that is being written, or that a killed process left."""
     return name.startswith(".") and name.endswith(_PART)
 
 
 def nearest_existing(path: str | Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
+    """Return the path itself, or the nearest directory above it that exists."""
     here = Path(path)
     while not here.exists() and here != here.parent:
         here = here.parent
     return here
 
 
-def refuse_unsafe(path: str, found: os.stat_result) -> None:
+def refuse_unsafe(path: str, status: os.stat_result) -> None:
     """Raise CacheError unless `path` is a directory into which no other user can put files.
 
     Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
     """
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
-    if found.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise CacheError(
-            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
+            f"path={path!r} belongs to user id {status.st_uid}, this process runs as {os.geteuid()}; "
             "give a directory of your own, for example a new one inside it"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
 
 
@@ -99,11 +99,11 @@ def make_root(path: str | Path) -> None:
     refuse_unsafe(str(path), Path(path).stat())
 
 
-def _refuse_foreign(path: Path, found: os.stat_result) -> None:
+def _refuse_foreign(path: Path, status: os.stat_result) -> None:
     """Raise CacheError unless only this user or root can have made and can change it."""
-    if found.st_uid not in (os.geteuid(), 0):
-        raise CacheError(f"{path} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}")
-    if found.st_mode & 0o022:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise CacheError(f"{path} belongs to user id {status.st_uid}, this process runs as {os.geteuid()}")
+    if status.st_mode & 0o022:
         raise CacheError(f"{path} can be written by other users")
 
 
@@ -118,7 +118,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def _make_folder(folder: Path) -> int:
-    """A descriptor of a folder of kept files, made with the cache's directory around it."""
+    """Return a descriptor of a folder of kept files, made with the cache's directory around it."""
     make_root(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
@@ -126,7 +126,7 @@ def _make_folder(folder: Path) -> int:
 
 
 def may_keep(folder: Path) -> bool:
-    """Whether the files in a folder can be trusted, and more kept there; a RuntimeWarning tells why not."""
+    """Return whether the files in a folder can be trusted, and more kept; a RuntimeWarning says why not."""
     try:
         os.close(_open_folder(folder))
     except CacheError as error:
@@ -142,7 +142,7 @@ def may_keep(folder: Path) -> bool:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder exists and only this user or root can have written the files in it."""
+    """Return whether a folder exists and only this user or root can have written the files in it."""
     try:
         os.close(_open_folder(folder))
     except OSError:
@@ -151,7 +151,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def open_kept(path: Path) -> int:
-    """A descriptor of a kept file, to read.
+    """Return a descriptor of a kept file, to read.
 
     Raises:
         CacheError: other users can have written it.
@@ -163,9 +163,9 @@ def open_kept(path: Path) -> int:
     finally:
         os.close(folder)
     try:
-        found = os.fstat(fd)
-        _refuse_foreign(path, found)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        _refuse_foreign(path, status)
+        if not stat.S_ISREG(status.st_mode):
             raise CacheError(f"{path} is not a regular file")
     except BaseException:
         os.close(fd)
@@ -174,7 +174,7 @@ def open_kept(path: Path) -> int:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of an empty file beside kept ones, to lock; it is made where it is not there.
+    """Return a descriptor of an empty file beside kept ones, to lock; it is made where it is not there.
 
     Raises:
         CacheError: other users can write there.

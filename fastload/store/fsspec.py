@@ -31,18 +31,20 @@ from fsspec.config import apply_config
 
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
     check_length,
     check_version,
 )
+from fastload.store.failures import StoreLocation, public_url
 from fastload.store.options import public_options, secret_values
 from fastload.store.process import ProcessLocal
-from fastload.store.translate import StoreLocation, public_url
 
 _PAGE = 1000
 _COPY = 8 << 20
@@ -74,7 +76,9 @@ class FsspecStore(Store):
     has one. Asynchronous file systems serve these calls from fsspec's own loop thread.
     """
 
-    def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, url: str, protocol: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING
+    ) -> None:
         self._url, self._protocol, self._options = url, protocol, dict(options)
         cls = fsspec.get_filesystem_class(protocol)
         try:
@@ -91,12 +95,12 @@ class FsspecStore(Store):
             shown, f"the directory of {shown!r}", secrets=secret_values(self._arguments)
         )
         place, why = identity_of(cls, self._arguments)
-        super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}")
+        super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._protocol, self._options), self._state()
+        return type(self), (self._url, self._protocol, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         return public_options(self._options)
@@ -189,8 +193,8 @@ class FsspecStore(Store):
 
     def _check(self, key: str, path: str, version: str) -> None:
         """Compare with the field that the listing had: what is asked for one file may name more of them."""
-        found = list(_versions(self._details(path)))
-        check_version(key, version if version in found else (found or [""])[0], version)
+        versions = list(_versions(self._details(path)))
+        check_version(key, version if version in versions else (versions or [""])[0], version)
 
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened url, without '.' and '..' in them")
@@ -205,7 +209,7 @@ def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _versions(details: Mapping[str, Any]) -> Iterator[str]:
-    """Every name of a file's version in what a file system says of it, the best one first."""
+    """Yield every name of a file's version in what a file system says of it, the best one first."""
     for name in _VERSION_FIELDS:
         if details.get(name) not in (None, ""):  # the CRC of an empty file is 0
             yield str(details[name]).strip('"')
@@ -241,7 +245,8 @@ class _Opaque(Exception):
 
 
 def identity_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """A digest of the arguments that name the place, and why two places may share it ("": they do not).
+    """Return a digest of the arguments that name the place, and why two places may share it ("": they do
+    not).
 
     Args:
         cls: the file system's class. What fsspec's configuration sets for it counts too.
@@ -259,19 +264,19 @@ def identity_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> 
 
 def _described_options(options: Mapping[str, Any]) -> dict[str, Any]:
     local = not options.get("target_protocol")
-    found = {}
+    described = {}
     for name, value in options.items():
         if value is None or name in _NOT_A_PLACE or _SECRET.search(name):
             continue
         if local and name in _PATHS and isinstance(value, str | os.PathLike):
             path = os.fsdecode(value)
             value = path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - no link is resolved
-        found[name] = _described(name, value)
-    return found
+        described[name] = _described(name, value)
+    return described
 
 
 def _described(name: str, value: Any) -> Any:
-    """`value` in JSON, the same in every process."""
+    """Describe `value` in JSON, the same in every process."""
     if isinstance(value, Enum):
         return _described(name, value.value)
     if value is None or isinstance(value, bool):
@@ -289,13 +294,17 @@ def _described(name: str, value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((_described(name, inner) for inner in value), key=repr)
     if isinstance(value, AbstractFileSystem):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return [kind, _described(name, value.storage_args), _described_options(value.storage_options)]
+        class_name = f"{type(value).__module__}.{type(value).__qualname__}"
+        return [
+            class_name,
+            _described(name, value.storage_args),
+            _described_options(value.storage_options),
+        ]
     raise _Opaque(name)
 
 
 def _without_secrets(text: str | bytes) -> str:
-    """A text without a URL's user information and query, or the secret parts of a connection string."""
+    """Remove a URL's user information and query, or the secret parts of a connection string."""
     text = os.fsdecode(text)
     if "://" in text:
         _, mark, query = text.partition("?")

@@ -1,45 +1,33 @@
-"""A prefix, listed: takes the pages of a store, puts the objects in order, writes a manifest's bytes.
+"""A store, listed: the objects that a dataset takes of it, in their order, with their labels.
 
-    header | table | key offsets | sizes | labels | version offsets | keys | versions | facts (JSON)
+    list_objects ─▶ pages of a listing ─▶ filter ─▶ columns ─▶ Manifest
+                 ─▶ given keys: a request for each, or a listing where there are many ─▶ columns ─▶ Manifest
 
-All numbers are little-endian; sections begin at multiples of 8. Keys and versions are UTF-8, one after the
-other, and their offsets are uint64 of count + 1. Labels may be of length 0. The header holds a checksum
-(xxh3, 64 bits) of all that follows.
+A request for each key takes less time where keys are few. A page of a listing has 1,000 of them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import struct
 import sys
 import time
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from functools import partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
-from fastload.errors import NotFoundError
+from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import ObjectInfo, Page, Store
 from fastload.store.local import LocalStore
+from fastload.store.manifest import Columns, Manifest
+from fastload.store.process import SharedFile
 
 _log = logging.getLogger("fastload")
-
-MAGIC = b"fastload"
-FORMAT = 2  # 2: classes are all folders, also those without images
-SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
-# magic, format, size of both headers, checksum of all that follows
-HEADER = struct.Struct("<8sIIQ")
-# count, then offset and length of each section
-TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 
 # The extensions that torchvision's ImageFolder takes, in any case.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -53,7 +41,10 @@ _SHARDS = {
     (".beton",): ("FFCV", "BetonDataset"),
     (".parquet", ".pq"): ("Parquet", "ParquetDataset"),
 }
-_HEADS = 32  # at once
+_AT_ONCE = 64  # requests for keys
+_FEW = 1000  # keys that are looked up one by one
+_NAMED = 10  # names in a message
+_FORGOTTEN = (".jpg", ".jpeg", ".png")  # extensions that a table of names may leave out
 _QUIET_SECONDS = 2.0
 _LOG_EVERY_SECONDS = 30.0
 
@@ -73,56 +64,151 @@ class Selection(NamedTuple):
     wanted: str = "of the kind that is read here"
 
 
-def write_listing(
-    store: Store,
-    descriptor: int,
-    *,
-    images_only: bool,
-    labels: bool,
-    selection: Selection | None,
-    progress: Callable[[int], None],
-) -> None:
-    """List `store` and write the manifest's bytes to an empty file.
+class Keys(NamedTuple):
+    """The keys of a manifest, in its order.
 
-    Args:
-        store: the store to list.
-        descriptor: the file, open for writing.
-        images_only: leave out keys without an image extension.
-        labels: torchvision's ImageFolder: a class is a folder directly below the URL, with images or without,
-            only images count, ordered by class, then directory, then file name. Else the order is that of the
-            keys.
-        selection: the objects to take; None: all.
-        progress: called with the number of objects listed so far, after every page.
+    keys: relative to the store's URL; one may be there twice.
+    folders: with labels, let all folders below the URL be classes. Otherwise, those of the keys.
+    """
+
+    keys: Sequence[str]
+    folders: bool = True
+
+    def digest(self) -> str:
+        """Return a text that other keys do not have."""
+        digest = blake2b(f"{len(self.keys)} {self.folders}".encode(), digest_size=16)
+        for key in self.keys:
+            digest.update(b"\0" + key.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+
+def as_keys(keys: Any) -> list[str]:
+    """Return the argument `keys=` of a dataset: a list, tuple, numpy or Arrow array, or a column of a data
+    frame.
 
     Raises:
-        NotFoundError: nothing to read below the URL.
-        StoreError: the listing failed.
+        ArgumentError: it is none of these, it is empty, or something in it is no text.
     """
-    chosen = _Filter(images_only=images_only or labels, labels=labels, selection=selection)
-    columns = Columns(labels=labels)
-    for page in _heads(store, selection.required) if selection and selection.heads else store.list():
+    to_list = next((name for name in ("to_pylist", "tolist", "to_list") if hasattr(keys, name)), None)
+    values = keys if to_list is None else getattr(keys, to_list)()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):  # a set has no order
+        raise ArgumentError(f"keys must be a sequence of keys, such as ['a.jpg', 'b.jpg'], found {keys!r}")
+    wrong = next(((position, key) for position, key in enumerate(values) if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise ArgumentError(f"keys must be text, found {wrong[1]!r} at position {wrong[0]:,}")
+    if not values:
+        raise ArgumentError("keys is empty: leave it out to take all objects below the url")
+    return list(values)
+
+
+class ListingQuery(NamedTuple):
+    """What a dataset takes of a store.
+
+    labels: as torchvision's ImageFolder: a class is a folder directly below the URL, with images or without,
+        only images count, ordered by class, then directory, then file name. Else the order is that of the
+        keys.
+    classes: with labels, the names that the folders may have; None: every folder is a class.
+    allow_empty: with labels, a class may be without images.
+    selection: the objects to take; None: all.
+    keys: take these objects, in this order; `selection` is not for them.
+    """
+
+    labels: bool = False
+    classes: Sequence[str] | None = None
+    allow_empty: bool = False
+    selection: Selection | None = None
+    keys: Keys | None = None
+
+    def name(self) -> str:
+        """Return a text that queries for other objects or in another order do not have."""
+        if self.keys is not None:
+            return f"{'labels-' if self.labels else ''}{self.keys.digest()}"
+        if self.selection is not None:
+            return blake2b(repr(self.selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        return "labels" if self.labels else "all"
+
+    def check_classes(self, url: str, manifest: Manifest) -> None:
+        """Compare the folders that were listed with the classes that are wanted.
+
+        Raises:
+            ArgumentError: a folder is not among `classes`.
+            NotFoundError: a class has no image.
+        """
+        if manifest.labels is None or manifest.classes is None:
+            return
+        folders, classes = manifest.classes, self.classes
+        others = sorted(set(folders) - set(classes)) if classes is not None else []
+        if others:
+            raise ArgumentError(
+                f"{url!r}: classes= does not name the folders {_some(others)}. Add them to classes=, or move "
+                "them out of url"
+            )
+        full = {folders[label] for label in np.unique(manifest.labels).tolist()}
+        empty = [name for name in (folders if classes is None else classes) if name not in full]
+        if empty and not self.allow_empty:
+            raise NotFoundError(
+                f"{url!r}: no valid image for the classes {_some(empty)}. Supported extensions: "
+                f"{', '.join(IMAGE_EXTENSIONS)}. Add images, remove the folders, or keep these as classes "
+                "without samples: allow_empty=True",
+                stage="list",
+            )
+
+
+EVERYTHING = ListingQuery()
+
+
+def list_objects(
+    store: Store, query: ListingQuery = EVERYTHING, progress: Callable[[int], None] = lambda listed: None
+) -> Manifest:
+    """List a store into memory.
+
+    Args:
+        progress: called with the number of objects listed so far.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not answer,
+            refuses access, there is nothing to read, or its folders are not the classes wanted.
+    """
+    if query.keys is not None:
+        columns = _look_up(store, query.keys, query.labels, progress)
+    else:
+        columns = _choose(store, query, progress)
+    write = partial(columns.write, identity=store.identity)
+    manifest = Manifest(SharedFile.written("fastload-manifest", write))
+    store.reached = True
+    query.check_classes(store.url, manifest)
+    return manifest
+
+
+def _choose(store: Store, query: ListingQuery, progress: Callable[[int], None]) -> Columns:
+    """List the objects that a query chooses, in their order."""
+    selection = query.selection
+    chosen = _Filter(query)
+    columns = Columns(labels=query.labels)
+    for page in _required(store, selection) if selection and selection.heads else store.list():
         columns.add(chosen.select(page, len(columns.sizes)))
         progress(chosen.listed)
-    if labels:
+    if query.labels:
         chosen.folders.update(store.folders())
     chosen.check(store.url, len(columns.sizes), local=isinstance(store, LocalStore))
     columns.number_classes(chosen.folders)
     columns.arrange()
-    write_manifest(descriptor, columns, store)
+    return columns
 
 
 def has_listing(store: Store) -> bool:
-    """Whether it can list its objects, which an http server cannot."""
+    """Return whether it can list its objects, which an http server cannot."""
     return not store.url.lower().startswith(("http://", "https://"))
 
 
 class _Filter:
     """Selects objects from the pages of a listing, and explains a listing without any."""
 
-    def __init__(self, *, images_only: bool, labels: bool, selection: Selection | None) -> None:
+    def __init__(self, query: ListingQuery) -> None:
+        selection = query.selection
         self.listed = 0
         self.folders: set[str] = set()  # directly below the URL, with images or without
-        self._images_only, self._labels, self._selection = images_only, labels, selection
+        self._labels, self._selection = query.labels, selection
         self._pattern = None if selection is None else re.compile(selection.pattern, re.DOTALL)
         self._required = frozenset(() if selection is None else selection.required)
         self._missing = set(self._required)
@@ -130,7 +216,7 @@ class _Filter:
         self._shards = dict.fromkeys(_SHARDS, 0)
 
     def select(self, page: Page, taken: int) -> Page:
-        """The selected objects of a page. `taken`: the number of objects selected before."""
+        """Return the selected objects of a page. `taken`: the number of objects selected before."""
         self.listed += len(page)
         self._example = self._example or next((info.key for info in page), "")
         if self._labels:
@@ -139,26 +225,24 @@ class _Filter:
                     self._shards[endings] += sum(info.key.lower().endswith(endings) for info in page)
             page = [info for info in page if "/" in info.key]
             self.folders.update(info.key.partition("/")[0] for info in page)
+            page = [info for info in page if info.key.lower().endswith(IMAGE_EXTENSIONS)]
         if self._pattern is not None:
             wanted, match = self._required, self._pattern.fullmatch
             page = [info for info in page if info.key in wanted or match(info.key)]
             self._missing.difference_update(info.key for info in page)
-        if self._images_only:
-            page = [info for info in page if info.key.lower().endswith(IMAGE_EXTENSIONS)]
         return page
 
     def check(self, url: str, taken: int, *, local: bool = False) -> None:
         """Raise `NotFoundError` where there is nothing to read. `taken`: the number of objects selected."""
-        known = ", ".join(IMAGE_EXTENSIONS)
         if not self.listed and not self.folders and local:
             why = "this directory holds no files: check the path"
         elif not self.listed and not self.folders:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is complete"
         elif self._labels and not taken and any(self._shards.values()):
             endings, count = max(self._shards.items(), key=lambda item: item[1])
-            kind, reader = _SHARDS[endings]
+            name, reader = _SHARDS[endings]
             why = (
-                f"{count:,} {kind} shards there, and no class/file.jpg: fastload.{reader} reads them; "
+                f"{count:,} {name} shards there, and no class/file.jpg: fastload.{reader} reads them; "
                 "ImageFolder reads image folders"
             )
         elif self._labels and self.folders:
@@ -170,140 +254,98 @@ class _Filter:
                 "fastload.ObjectDataset (fastload warm --objects)"
             )
         elif self._missing:
-            some = sorted(self._missing)
-            names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
-            why = f"{len(some):,} of the named objects do not exist: {names}"
+            why = f"{len(self._missing):,} of the named objects do not exist: {_some(sorted(self._missing))}"
         elif not taken and self._selection is not None:
             first = f"{self.listed:,} objects there (the first is {self._example!r})"
             why = f"{first}, but none is {self._selection.wanted}"
-        elif not taken:
-            why = f"{self.listed:,} objects there, but none is an image. Supported extensions: {known}"
         else:
             return
         raise NotFoundError(f"{url!r}: {why}", stage="list")
 
 
-class Columns:
-    """Listed objects as flat arrays, which take the memory of the names and numbers alone."""
+def _look_up(store: Store, keys: Keys, labels: bool, progress: Callable[[int], None]) -> Columns:
+    """Look up objects by their keys, each by a request, or all in a listing.
 
-    def __init__(self, *, labels: bool) -> None:
-        self.keys, self.versions = bytearray(), bytearray()
-        self.key_lengths, self.version_lengths = array("Q"), array("Q")
-        self.sizes, self.labels = array("q"), array("q")
-        self.classes: list[str] = []  # in order of appearance, until arranged
-        self.labelled = labels
-        self._class_of: dict[str, int] = {}
-        self._ordered, self._last = True, b""
-
-    def add(self, page: Page) -> None:
-        """Append the objects of a page."""
-        keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
-        versions = [info.version.encode() for info in page]
-        self.keys += b"".join(keys)
-        self.versions += b"".join(versions)
-        self.key_lengths.extend(map(len, keys))
-        self.version_lengths.extend(map(len, versions))
-        self.sizes.extend(info.size for info in page)
-        if self.labelled:
-            self.labels.extend(self._label(info.key) for info in page)
-        for rank in map(self._rank, keys):
-            self._ordered = self._ordered and self._last <= rank
-            self._last = rank
-
-    def number_classes(self, folders: set[str]) -> None:
-        """Number the classes, which are these folders, by name."""
-        names = sorted(folders)
-        if names != self.classes:
-            position = {name: index for index, name in enumerate(names)}
-            renumber = np.array([position[name] for name in self.classes], dtype=np.int64)
-            self.labels = array("q", renumber[np.frombuffer(self.labels, dtype=np.int64)].tobytes())
-            self.classes = names
-
-    def arrange(self) -> None:
-        """Put the rows in order unless they came so."""
-        if self._ordered:
-            return
-        keys = _split(self.keys, self.key_lengths)
-        ranks = [self._rank(key) for key in keys]
-        order = sorted(range(len(keys)), key=ranks.__getitem__)
-        del ranks
-        versions = _split(self.versions, self.version_lengths)
-        self.keys = bytearray().join(keys[i] for i in order)
-        self.versions = bytearray().join(versions[i] for i in order)
-        for name in ("key_lengths", "version_lengths", "sizes", *(["labels"] if self.labelled else [])):
-            old = getattr(self, name)
-            setattr(self, name, array(old.typecode, (old[i] for i in order)))
-
-    def _label(self, key: str) -> int:
-        name = key.partition("/")[0]
-        label = self._class_of.setdefault(name, len(self.classes))
-        if label == len(self.classes):
-            self.classes.append(name)
-        return label
-
-    def _rank(self, key: bytes) -> bytes:
-        """The sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
-        if not self.labelled:
-            return key
-        directory, _, name = key.rpartition(b"/")
-        return b"\0".join((key.partition(b"/")[0], directory, name))
+    Raises:
+        NotFoundError: there are keys without an object.
+        ArgumentError: with labels, a key lies in no folder.
+    """
+    wanted = dict.fromkeys(keys.keys)  # in order, each once
+    if labels:
+        bare = next((key for key in wanted if "/" not in key), None)
+        if bare is not None:
+            raise ArgumentError(f"the key {bare!r} lies in no class folder: keys are 'class/name.jpg'")
+    infos_by_key: dict[str, ObjectInfo] = {}
+    if len(wanted) > _FEW and has_listing(store):
+        infos: Iterator[ObjectInfo | None] = (info for page in store.list() for info in page)
+    else:
+        infos = _heads(store, wanted)
+    for seen, info in enumerate(infos, 1):
+        if info is not None and info.key in wanted:
+            infos_by_key[info.key] = info
+        if seen % 1000 == 0:
+            progress(seen)
+        if len(infos_by_key) == len(wanted):
+            break
+    if len(infos_by_key) < len(wanted):
+        _refuse(store, [key for key in wanted if key not in infos_by_key], len(wanted))
+    columns = Columns(labels=labels)
+    columns.add([infos_by_key[key] for key in keys.keys])
+    if labels:
+        folders = {key.partition("/")[0] for key in wanted}
+        columns.number_classes(folders | store.folders() if keys.folders and has_listing(store) else folders)
+    return columns
 
 
-def _heads(store: Store, keys: tuple[str, ...]) -> Iterator[Page]:
-    def head(key: str) -> ObjectInfo | None:
-        try:
-            return store.head(key)
-        except NotFoundError:
-            return None
-
-    with ThreadPoolExecutor(_HEADS) as pool:
-        yield [info for info in pool.map(head, keys) if info is not None]
+def _required(store: Store, selection: Selection) -> Iterator[Page]:
+    """Yield the required objects of a selection, in one page."""
+    yield [info for info in _heads(store, selection.required) if info is not None]
 
 
-def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:
-    stops = list(accumulate(lengths, initial=0))
-    return [bytes(joined[start:stop]) for start, stop in pairwise(stops)]
+def _heads(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo | None]:
+    """Yield the answer to a request for each key; None where there is no object."""
+    names = list(keys)
+    yield from (_head(store, key) for key in names[:1])  # alone: a store that is down is asked once
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        yield from pool.map(lambda key: _head(store, key), names[1:])
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def write_manifest(descriptor: int, columns: Columns, store: Store) -> None:
-    """Write the manifest's bytes of these objects of `store` to an empty file, open for writing."""
-    facts = {
-        "identity": store.identity,
-        "classes": columns.classes if columns.labelled else None,
-        "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    parts: dict[str, Any] = {
-        "key_offsets": _offsets(columns.key_lengths),
-        "sizes": columns.sizes,
-        "labels": columns.labels,
-        "version_offsets": _offsets(columns.version_lengths),
-        "keys": columns.keys,
-        "versions": columns.versions,
-        "facts": json.dumps(facts).encode(),
-    }
-    pieces: list[memoryview] = []
-    table: list[int] = []
-    position = HEADER.size + TABLE.size
-    for name in SECTIONS:
-        data = memoryview(parts[name]).cast("B")
-        padding = bytes(-data.nbytes % 8)
-        table += [position, data.nbytes]
-        pieces += [data, memoryview(padding)]
-        position += data.nbytes + len(padding)
-    pieces.insert(0, memoryview(TABLE.pack(len(columns.sizes), *table)))
-    checksum = xxhash.xxh3_64()
-    for piece in pieces:
-        checksum.update(piece)
-    header = HEADER.pack(MAGIC, FORMAT, HEADER.size + TABLE.size, checksum.intdigest())
-    with os.fdopen(descriptor, "wb", closefd=False) as file:
-        file.write(header)
-        file.writelines(pieces)
+def _head(store: Store, key: str) -> ObjectInfo | None:
+    try:
+        return store.head(key)
+    except NotFoundError:
+        return None
 
 
-def _offsets(lengths: array[int]) -> npt.NDArray[np.uint64]:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
-    np.cumsum(np.frombuffer(lengths, dtype=np.uint64), out=offsets[1:])
-    return offsets
+def _refuse(store: Store, missing: list[str], count: int) -> None:
+    """Raise the error for keys without an object, with the likely reason."""
+    if len(missing) == count and has_listing(store):
+        next(store.list(), None)  # a bucket or directory that does not exist is an error of its own
+    first, root = missing[0], store.url.rstrip("/") + "/"
+    forgotten = [first + end for end in _FORGOTTEN if _head(store, first + end) is not None]
+    if "://" in first and not first.startswith(root):
+        why = f"they are relative to the url, and {first!r} is not below it"
+    elif first.startswith(root):
+        why = f"they are relative to the url: {first.removeprefix(root)!r} instead of {first!r}"
+    elif forgotten:
+        end = forgotten[0].removeprefix(first)
+        why = (
+            f"there is {forgotten[0]!r}: a key has its extension, which File('{{column}}{end}') adds to a "
+            "column"
+        )
+    else:
+        why = "check the url, to which they are relative, and that the upload is complete"
+    raise NotFoundError(
+        f"{store.url!r}: {len(missing):,} of {count:,} keys have no object: {_some(missing)}; {why}",
+        stage="list",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
 
 
 class ListingProgress:
@@ -321,7 +363,7 @@ class ListingProgress:
         self._show(f"listing {self._url}: {listed:,} objects")
 
     def wait(self) -> None:
-        """Called from time to time while another process lists the same."""
+        """Show that another process lists the same; called from time to time."""
         self._show(f"listing {self._url}: waiting for another process, which lists it for this one too")
 
     def _show(self, text: str) -> None:

@@ -13,17 +13,19 @@ from typing import Any
 
 from fastload.errors import NotFoundError, ObjectChangedError
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
     check_length,
     check_version,
 )
+from fastload.store.failures import StoreLocation
 from fastload.store.files import whole_file
-from fastload.store.translate import StoreLocation
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000
@@ -35,13 +37,13 @@ class LocalStore(Store):
 
     native = False
 
-    def __init__(self, url: str, root: str) -> None:
+    def __init__(self, url: str, root: str, reading: Reading = PLAIN_READING) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
         self._location = StoreLocation(url=url, bucket=f"directory {self._root!r}")
-        super().__init__(url, f"file||{self._root}")
+        super().__init__(url, f"file||{self._root}", reading)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalStore, (self.url, self._root), self._state()
+        return LocalStore, (self.url, self._root, self.reading), self._state()
 
     @property
     def address(self) -> str:
@@ -74,7 +76,7 @@ class LocalStore(Store):
             return {entry.name for entry in entries if entry.is_dir()}
 
     def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
-        """Files of one directory and those under it; `parents` ends the round trips of looping links."""
+        """Yield files of a directory and those under it; `parents` ends the round trips of looping links."""
         directory = os.path.join(self._root, below)  # noqa: PTH118 - `below` is "" for the root
         status = os.stat(directory)  # noqa: PTH116
         identity = (status.st_dev, status.st_ino)
@@ -138,7 +140,7 @@ class LocalStore(Store):
 
 
 def _bucket_meant(url: str | os.PathLike[str]) -> str:
-    """A question, where a path that is not there looks like a URL that lost its beginning."""
+    """Return a question, where a path that is not there looks like a URL that lost its beginning."""
     text = os.fspath(url)
     broken = _BROKEN_SCHEME.match(text)
     if broken:  # pathlib makes one slash of two
@@ -158,7 +160,7 @@ def _check_unchanged(before: ObjectInfo, after: ObjectInfo) -> None:
 
 
 def _pread(descriptor: int, start: int, stop: int) -> bytes:
-    """The bytes [start, stop), fewer only at the end of the file."""
+    """Return the bytes [start, stop), fewer only at the end of the file."""
     parts = []
     while start < stop and (part := os.pread(descriptor, stop - start, start)):
         parts.append(part)

@@ -1,7 +1,13 @@
 """A listed prefix as arrays over one mapping: a file, or memory that all workers share.
 
 A million keys take the bytes of their names and 40 more each, once per node: no worker has a Python list of
-them, and nothing of that size is sent to a worker.
+them, and nothing of that size is sent to a worker. The bytes are
+
+    header | table | key offsets | sizes | labels | version offsets | keys | versions | facts (JSON)
+
+All numbers are little-endian; sections begin at multiples of 8. Keys and versions are UTF-8, one after the
+other, and their offsets are uint64 of count + 1. Labels may be of length 0. The header holds a checksum
+(xxh3, 64 bits) of all that follows.
 """
 
 from __future__ import annotations
@@ -10,9 +16,13 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+import struct
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +30,44 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.errors import ArgumentError, CacheError, NotFoundError
-from fastload.store.base import Store
+from fastload.errors import CacheError
+from fastload.store.base import Page, Store
 from fastload.store.files import open_kept, save_kept
-from fastload.store.keyed_listing import Keys, write_keys
-from fastload.store.listing import (
-    FORMAT,
-    HEADER,
-    IMAGE_EXTENSIONS,
-    MAGIC,
-    SECTIONS,
-    TABLE,
-    Selection,
-    write_listing,
-)
 from fastload.store.process import SharedFile
 
 _log = logging.getLogger("fastload")
+
+_MAGIC = b"fastload"
+_FORMAT = 2  # 2: classes are all folders, also those without images
+_SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
+# magic, format, size of both headers, checksum of all that follows
+_HEADER = struct.Struct("<8sIIQ")
+# count, then offset and length of each section
+_TABLE = struct.Struct("<Q" + "QQ" * len(_SECTIONS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Texts as bytes, one behind the other, and their edges.
+
+    The n-th one is `data[offsets[n]:offsets[n + 1]]`.
+    """
+
+    data: memoryview
+    offsets: npt.NDArray[np.uint64]
+
+    def __getitem__(self, index: int) -> memoryview:
+        start, stop = self.offsets[index : index + 2].tolist()
+        return self.data[start:stop]
+
+    def between(self, start: int, stop: int) -> Iterator[memoryview]:
+        return (self.data[a:b] for a, b in pairwise(self.offsets[start : stop + 1].tolist()))
 
 
 class Manifest:
     """The objects below a URL: key, size and version of each, and labels if asked for. Immutable.
 
-    Made by `Manifest.build`. Forked processes share it; pickling it for a process that is being spawned
+    Made by `listing.list_objects`. Forked processes share it; pickling it for a process that is being spawned
     passes a file descriptor, any other pickle has the bytes.
 
     Attributes:
@@ -56,14 +81,15 @@ class Manifest:
     """
 
     def __init__(self, file: SharedFile) -> None:
-        """The manifest in a file that `write_listing` or `write_keys` wrote."""
+        """Open the manifest in a file with the bytes of `Columns.write`."""
         self._file = file
-        count, *table = TABLE.unpack_from(file.map, HEADER.size)
+        _, *table = _TABLE.unpack_from(file.map, _HEADER.size)
         view = memoryview(file.map)
-        part = {name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(SECTIONS)}
-        self._keys, self._versions = part["keys"], part["versions"]
-        self._key_offsets = np.frombuffer(part["key_offsets"], dtype="<u8")
-        self._version_offsets = np.frombuffer(part["version_offsets"], dtype="<u8")
+        part = {
+            name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(_SECTIONS)
+        }
+        self._keys = _Texts(part["keys"], np.frombuffer(part["key_offsets"], dtype="<u8"))
+        self._versions = _Texts(part["versions"], np.frombuffer(part["version_offsets"], dtype="<u8"))
         self.sizes: npt.NDArray[np.int64] = np.frombuffer(part["sizes"], dtype="<i8")
         facts = json.loads(bytes(part["facts"]))
         self.identity: str = facts["identity"]
@@ -73,31 +99,28 @@ class Manifest:
         if self.classes is not None:
             self.labels = np.frombuffer(part["labels"], dtype="<i8")
         self.total_bytes = int(self.sizes.sum())
-        self.unversioned = int(np.count_nonzero(self._version_offsets[1:] == self._version_offsets[:-1]))
-        self._count = int(count)
+        self.unversioned = int(np.count_nonzero(np.diff(self._versions.offsets) == 0))
         # Of objects that were asked for. Forked processes share them, and each is computed once for all.
-        shared = mmap.mmap(-1, max(1, 8 * self._count))
-        self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
+        shared = mmap.mmap(-1, max(1, 8 * len(self)))
+        self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, len(self))
         self._changed: dict[int, int] = {}  # of objects that this process read in another version
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.sizes)
 
     def __repr__(self) -> str:
-        return f"<Manifest of {self._count:,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
+        return f"<Manifest of {len(self):,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
 
     def key(self, index: int) -> str:
-        """The key of object `index`, relative to the URL."""
-        start, stop = self._key_offsets[index : index + 2].tolist()
-        return str(self._keys[start:stop], "utf-8", "surrogateescape")
+        """Return the key of object `index`, relative to the URL."""
+        return str(self._keys[index], "utf-8", "surrogateescape")
 
     def keys(self, start: int, stop: int) -> list[str]:
-        """The keys of the objects [start, stop)."""
-        ends = self._key_offsets[start : stop + 1].tolist()
-        return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
+        """Return the keys of the objects [start, stop)."""
+        return [str(key, "utf-8", "surrogateescape") for key in self._keys.between(start, stop)]
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> the objects with that key, which may be several; keys without an object are left out.
+        """Return key -> the objects with that key, perhaps several; keys without an object are left out.
 
         One pass in numpy over the last bytes of all keys. A search by halves was rejected: a manifest of
         given keys has their order, and one with labels sorts by folder before the name.
@@ -105,105 +128,51 @@ class Manifest:
         wanted = {key: key.encode("utf-8", "surrogateescape") for key in keys}
         ends = np.cumsum([len(name) for name in wanted.values()], dtype=np.int64)
         sought = _marks(b"".join(wanted.values()), np.concatenate([[0], ends]))
-        found: dict[str, list[int]] = {}
-        for index in np.flatnonzero(np.isin(_marks(self._keys, self._key_offsets), sought)).tolist():
+        objects: dict[str, list[int]] = {}
+        for index in np.flatnonzero(np.isin(_marks(self._keys.data, self._keys.offsets), sought)).tolist():
             key = self.key(index)
             if key in wanted:
-                found.setdefault(key, []).append(index)
-        return found
+                objects.setdefault(key, []).append(index)
+        return objects
 
     def version(self, index: int) -> str:
-        """The version of object `index` when it was listed."""
-        start, stop = self._version_offsets[index : index + 2].tolist()
-        return str(self._versions[start:stop], "utf-8")
+        """Return the version of object `index` when it was listed."""
+        return str(self._versions[index], "utf-8")
 
     def size(self, index: int) -> int:
-        """The size of object `index` in bytes."""
+        """Return the size of object `index` in bytes."""
         return int(self.sizes[index])
 
     def label(self, index: int) -> int:
-        """The label of object `index`; only for a manifest with labels."""
+        """Return the label of object `index`; only for a manifest with labels."""
         assert self.labels is not None, "this manifest was made without labels"
         return int(self.labels[index])
 
     def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each of these objects: a digest of its key and its version, wherever the store is."""
-        found = self._identities[indices]
-        if not found.all():
-            for at in np.flatnonzero(found == 0).tolist():
-                index = int(indices[at])
-                start, stop = self._version_offsets[index : index + 2].tolist()
-                found[at] = self._identity(index, self._versions[start:stop])
-            self._identities[indices] = found
+        """Return a number for each of these objects: a digest of its key and its version, wherever the store
+        is."""
+        numbers = self._identities[indices]
+        if not numbers.all():
+            for position in np.flatnonzero(numbers == 0).tolist():
+                index = int(indices[position])
+                numbers[position] = self._identity(index, self._versions[index])
+            self._identities[indices] = numbers
         for index, identity in self._changed.items():
-            found[indices == index] = identity
-        return found
+            numbers[indices == index] = identity
+        return numbers
 
     def read_anew(self, index: int, version: str) -> None:
-        """This process reads object `index` in a version that is not the listed one."""
+        """Note that this process reads object `index` in a version that is not the listed one."""
         self._changed[index] = self._identity(index, version.encode())
 
     def _identity(self, index: int, version: bytes | memoryview) -> int:
-        start, stop = self._key_offsets[index : index + 2].tolist()
-        digest = xxhash.xxh3_64(self._keys[start:stop])
+        digest = xxhash.xxh3_64(self._keys[index])
         digest.update(b"\0")  # no key has it
         digest.update(version)
         return int(digest.intdigest())
 
-    @classmethod
-    def build(
-        cls,
-        store: Store,
-        *,
-        images_only: bool = False,
-        labels: bool = False,
-        classes: Sequence[str] | None = None,
-        allow_empty: bool = False,
-        selection: Selection | None = None,
-        keys: Keys | None = None,
-        progress: Callable[[int], None] = lambda listed: None,
-    ) -> Manifest:
-        """List a store into memory.
-
-        Args:
-            store: what to list.
-            images_only, labels, selection: what to take; see `write_listing`.
-            keys: take these objects, in this order; `images_only` and `selection` are not for them.
-            classes, allow_empty: with labels, see `check_classes`.
-            progress: called with the number of objects listed so far.
-
-        Raises:
-            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
-                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
-        """
-
-        def write(descriptor: int) -> None:
-            if keys is not None:
-                write_keys(store, descriptor, keys, labels=labels, progress=progress)
-                return
-            write_listing(
-                store,
-                descriptor,
-                images_only=images_only,
-                labels=labels,
-                selection=selection,
-                progress=progress,
-            )
-
-        file = SharedFile.written("fastload-manifest", write)
-        store.reached = True
-        manifest = cls(file)
-        if labels:
-            manifest.check_classes(store.url, classes, allow_empty)
-        return manifest
-
-    def check_classes(self, url: str, classes: Sequence[str] | None, allow_empty: bool) -> None:
-        """Compare the classes with those that are wanted; only for a manifest with labels. See `classes`."""
-        assert self.labels is not None and self.classes is not None, "this manifest was made without labels"
-        check_classes(url, self.classes, self.labels, classes, allow_empty)
-
     def why_not_cached(self, store: Store) -> str:
-        """The reason why nothing of this store may be cached, in words; "" where it may."""
+        """Return the reason why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
                 f"the store gives no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
@@ -214,15 +183,15 @@ class Manifest:
     @cached_property
     def digests(self) -> tuple[str, str]:
         """Short texts: (the keys in their order, with labels and classes; the versions of the objects)."""
-        keys, versions = xxhash.xxh3_128(self._keys), xxhash.xxh3_128(self._versions)
+        keys, versions = xxhash.xxh3_128(self._keys.data), xxhash.xxh3_128(self._versions.data)
         keys.update(json.dumps(self.classes).encode())
-        for part in (self._key_offsets, self.labels):
+        for part in (self._keys.offsets, self.labels):
             keys.update(b"" if part is None else np.ascontiguousarray(part).data)
-        versions.update(self._version_offsets.data)
+        versions.update(self._versions.offsets.data)
         return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
     def changes_since(self, before: Manifest) -> str:
-        """What is unlike an earlier listing, in words: how many objects, and the first of each kind."""
+        """Say what differs from an earlier listing: how many objects, and the first of each sort."""
         old, new = before._by_key(), self._by_key()
         changes = {
             "added": [key for key in new if key not in old],
@@ -245,7 +214,7 @@ class Manifest:
 
     @classmethod
     def load(cls, path: Path, identity: str | None = None) -> Manifest | None:
-        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's.
+        """Return the manifest saved at `path`; None if there is none, or it is damaged, old or another's.
 
         Args:
             identity: of the store that it must be of; None: of any.
@@ -265,9 +234,10 @@ class Manifest:
         return manifest if identity in (None, manifest.identity) else None
 
     def __fingerprint__(self) -> Any:
-        """What it says, without when it was listed: see `datasets.fingerprint`."""
-        arrays = (self._key_offsets, self.sizes, self.labels, self._version_offsets)
-        return self.identity, self.classes, *arrays, bytes(self._keys), bytes(self._versions)
+        """Return all that it says but when it was listed: see `datasets.fingerprint`."""
+        keys, versions = self._keys, self._versions
+        arrays = (keys.offsets, self.sizes, self.labels, versions.offsets)
+        return self.identity, self.classes, *arrays, bytes(keys.data), bytes(versions.data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
         return self
@@ -277,7 +247,7 @@ class Manifest:
 
 
 def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """A number for each name, of its last 24 bytes: few different names have the same."""
+    """Return a number for each name, of its last 24 bytes: few different names have the same."""
     edges = np.asarray(offsets).astype(np.int64)
     ends, lengths = edges[1:], np.diff(edges)
     padded = np.concatenate([np.zeros(24, np.uint8), np.frombuffer(names, np.uint8)])
@@ -292,57 +262,124 @@ def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.
 
 
 def _is_whole(descriptor: int) -> bool:
-    """Whether the file has our header, and all that follows has the checksum in it."""
+    """Return whether the file has our header, and all that follows has the checksum in it."""
     size = os.fstat(descriptor).st_size
-    if size < HEADER.size + TABLE.size:
+    if size < _HEADER.size + _TABLE.size:
         return False
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-        magic, version, header_size, checksum = HEADER.unpack_from(content)
-        if (magic, version, header_size) != (MAGIC, FORMAT, HEADER.size + TABLE.size):
+        magic, version, header_size, checksum = _HEADER.unpack_from(content)
+        if (magic, version, header_size) != (_MAGIC, _FORMAT, _HEADER.size + _TABLE.size):
             return False
-        with memoryview(content) as view, view[HEADER.size :] as body:
+        with memoryview(content) as view, view[_HEADER.size :] as body:
             return bool(xxhash.xxh3_64_intdigest(body) == checksum)
 
 
-_NAMED = 10  # of the names that an error is about
+class Columns:
+    """A manifest in the making: flat arrays, which take the memory of the names and numbers alone."""
+
+    def __init__(self, *, labels: bool) -> None:
+        self.keys, self.versions = bytearray(), bytearray()
+        self.key_lengths, self.version_lengths = array("Q"), array("Q")
+        self.sizes, self.labels = array("q"), array("q")
+        self.classes: list[str] = []  # in order of appearance, until arranged
+        self.labelled = labels
+        self._class_of: dict[str, int] = {}
+        self._ordered, self._last = True, b""
+
+    def add(self, page: Page) -> None:
+        """Append the objects of a page."""
+        keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
+        versions = [info.version.encode() for info in page]
+        self.keys += b"".join(keys)
+        self.versions += b"".join(versions)
+        self.key_lengths.extend(map(len, keys))
+        self.version_lengths.extend(map(len, versions))
+        self.sizes.extend(info.size for info in page)
+        if self.labelled:
+            self.labels.extend(self._label(info.key) for info in page)
+        for rank in map(self._rank, keys):
+            self._ordered = self._ordered and self._last <= rank
+            self._last = rank
+
+    def number_classes(self, folders: set[str]) -> None:
+        """Number the classes, which are these folders, by name."""
+        names = sorted(folders)
+        if names != self.classes:
+            position = {name: index for index, name in enumerate(names)}
+            renumber = np.array([position[name] for name in self.classes], dtype=np.int64)
+            self.labels = array("q", renumber[np.frombuffer(self.labels, dtype=np.int64)].tobytes())
+            self.classes = names
+
+    def arrange(self) -> None:
+        """Put the rows in order unless they came so."""
+        if self._ordered:
+            return
+        keys = _split(self.keys, self.key_lengths)
+        ranks = [self._rank(key) for key in keys]
+        order = sorted(range(len(keys)), key=ranks.__getitem__)
+        del ranks
+        versions = _split(self.versions, self.version_lengths)
+        self.keys = bytearray().join(keys[i] for i in order)
+        self.versions = bytearray().join(versions[i] for i in order)
+        for name in ("key_lengths", "version_lengths", "sizes", *(["labels"] if self.labelled else [])):
+            old = getattr(self, name)
+            setattr(self, name, array(old.typecode, (old[i] for i in order)))
+
+    def write(self, descriptor: int, identity: str) -> None:
+        """Write the bytes of a manifest of these objects to an empty file, open for writing."""
+        facts = {
+            "identity": identity,
+            "classes": self.classes if self.labelled else None,
+            "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        parts: dict[str, Any] = {
+            "key_offsets": _offsets(self.key_lengths),
+            "sizes": self.sizes,
+            "labels": self.labels,
+            "version_offsets": _offsets(self.version_lengths),
+            "keys": self.keys,
+            "versions": self.versions,
+            "facts": json.dumps(facts).encode(),
+        }
+        pieces: list[memoryview] = []
+        table: list[int] = []
+        position = _HEADER.size + _TABLE.size
+        for name in _SECTIONS:
+            data = memoryview(parts[name]).cast("B")
+            padding = bytes(-data.nbytes % 8)
+            table += [position, data.nbytes]
+            pieces += [data, memoryview(padding)]
+            position += data.nbytes + len(padding)
+        pieces.insert(0, memoryview(_TABLE.pack(len(self.sizes), *table)))
+        checksum = xxhash.xxh3_64()
+        for piece in pieces:
+            checksum.update(piece)
+        header = _HEADER.pack(_MAGIC, _FORMAT, _HEADER.size + _TABLE.size, checksum.intdigest())
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(header)
+            file.writelines(pieces)
+
+    def _label(self, key: str) -> int:
+        name = key.partition("/")[0]
+        label = self._class_of.setdefault(name, len(self.classes))
+        if label == len(self.classes):
+            self.classes.append(name)
+        return label
+
+    def _rank(self, key: bytes) -> bytes:
+        """Return the sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
+        if not self.labelled:
+            return key
+        directory, _, name = key.rpartition(b"/")
+        return b"\0".join((key.partition(b"/")[0], directory, name))
 
 
-def check_classes(
-    url: str,
-    folders: Sequence[str],
-    labels: npt.NDArray[np.int64],
-    classes: Sequence[str] | None,
-    allow_empty: bool,
-) -> None:
-    """Compare the folders that were listed with the classes that are wanted.
-
-    Args:
-        folders: the names of the folders.
-        labels: int64, shape (n,), the folder of each image, as an index into `folders`.
-        classes: None: every folder is a class.
-        allow_empty: a class may be without images.
-
-    Raises:
-        ArgumentError: a folder is not among `classes`.
-        NotFoundError: a class has no image.
-    """
-    others = sorted(set(folders) - set(classes)) if classes is not None else []
-    if others:
-        raise ArgumentError(
-            f"{url!r}: classes= does not name the folders {_named(others)}. Add them to classes=, or move "
-            "them out of url"
-        )
-    full = {folders[label] for label in np.unique(labels).tolist()}
-    empty = [name for name in (folders if classes is None else classes) if name not in full]
-    if empty and not allow_empty:
-        raise NotFoundError(
-            f"{url!r}: no valid image for the classes {_named(empty)}. Supported extensions: "
-            f"{', '.join(IMAGE_EXTENSIONS)}. Add images, remove the folders, or keep these as classes "
-            "without samples: allow_empty=True",
-            stage="list",
-        )
+def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:
+    stops = list(accumulate(lengths, initial=0))
+    return [bytes(joined[start:stop]) for start, stop in pairwise(stops)]
 
 
-def _named(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(map(repr, shown[:_NAMED])) + (", ..." if len(shown) > _NAMED else "")
+def _offsets(lengths: array[int]) -> npt.NDArray[np.uint64]:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
+    np.cumsum(np.frombuffer(lengths, dtype=np.uint64), out=offsets[1:])
+    return offsets

@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 from fastload.errors import ArgumentError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
@@ -29,10 +31,9 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
-from fastload.store.one_pass import Answer, OnePass
+from fastload.store.failures import StoreLocation, as_bucket, public_url
 from fastload.store.process import ProcessLocal
-from fastload.store.slash_keys import SlashKeys
-from fastload.store.translate import StoreLocation, as_bucket, public_url
+from fastload.store.workarounds import Answer, OnePass, SlashKeys
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -83,12 +84,12 @@ _CONTACT_PREFIX = ".fastload-contact"
 
 
 def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same, but it gives up within seconds."""
+    """Return the same, but it gives up within seconds."""
     return {**patience, "retry": {**patience["retry"], "retry_timeout": _FIRST_WRITE}}
 
 
 class _Address(NamedTuple):
-    kind: str  # "s3", "gs", "az" or "http"
+    service: str  # "s3", "gs", "az" or "http"
     bucket: str  # bucket or container; for http the base URL
     prefix: str  # without slashes at its ends
     account: str  # az only, and only where the URL names it
@@ -104,16 +105,16 @@ class NativeStore(Store):
 
     native = True
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING) -> None:
         self._url, self._options = url, dict(options)
         self._address = _address(url)
         self._connection = _connection(self._address, options)
-        kind, bucket, prefix, _ = self._address
+        service, bucket, prefix, _ = self._address
         account = str(self._connection.config.get("account_name", ""))
         self._location = self._described(self._connection)
         where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
-        identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
-        super().__init__(public_url(url), identity)
+        identity = public_url(bucket) if service == "http" else f"{service}|{where}|{bucket}|{prefix}"
+        super().__init__(public_url(url), identity, reading)
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
         self._reader = ProcessLocal(lambda: self._client(_READER))
         self._lister = ProcessLocal(lambda: self._client(_LISTER))
@@ -125,31 +126,31 @@ class NativeStore(Store):
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeStore, (self._url, self._options), self._state()
+        return NativeStore, (self._url, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
-        kind, connection = self._address.kind, self._connection
-        found = {"region": connection.config["region"]} if kind == "s3" else {}
+        service, connection = self._address.service, self._connection
+        options = {"region": connection.config["region"]} if service == "s3" else {}
         named = {"endpoint", "endpoint_url", "base_url", "client_kwargs"} & self._options.keys()
-        if connection.endpoint and kind != "http" and not named:
-            found["endpoint_url"] = connection.endpoint
-        return known_options.public_options(found | self._options)
+        if connection.endpoint and service != "http" and not named:
+            options["endpoint_url"] = connection.endpoint
+        return known_options.public_options(options | self._options)
 
     def _described(self, connection: known_options.Connection) -> StoreLocation:
         shown = public_url(self._url)
         return StoreLocation(
             url=shown,
-            bucket=shown if self._address.kind == "http" else f"bucket {self._address.bucket!r}",
+            bucket=shown if self._address.service == "http" else f"bucket {self._address.bucket!r}",
             endpoint=connection.endpoint,
             tried=connection.tried,
             secrets=connection.secrets,
-            unread=_UNREAD if self._address.kind == "s3" else "",
+            unread=_UNREAD if self._address.service == "s3" else "",
         )
 
     def _list(self) -> Iterator[Page]:
         import obstore
 
-        if self._address.kind == "http":
+        if self._address.service == "http":
             raise ArgumentError(
                 f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. What is named needs "
                 "none: ImageFolder and ObjectDataset take keys=, and datasets of shards a list of URLs, or "
@@ -165,8 +166,8 @@ class NativeStore(Store):
                 page = next(pages, None)
                 over = page is None
                 infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
-                found = slashes.rest() if page is None else slashes.without(infos)
-            yield found
+                objects = slashes.rest() if page is None else slashes.without(infos)
+            yield objects
 
     def _folders(self) -> set[str]:
         import obstore
@@ -206,17 +207,17 @@ class NativeStore(Store):
                     else:
                         _keeps_ranges[self._server] = True
                         return _cut(body, key, start, stop, result, version)
-            if self.allowance is not None and any(self.allowance.limits):
+            if self.budget is not None and any(self.budget.limits):
                 raise StoreError(
                     "the server sends whole objects where ranges are asked for, so max_gets and "
                     "max_egress cannot be kept: remove them from the storage options",
                     key=key,
                 )
-            found, size = self._passes.get().read(key, version, start, stop)
-            if len(found) < stop - start:
+            piece, size = self._passes.get().read(key, version, start, stop)
+            if len(piece) < stop - start:
                 check_end(key, stop, size)
-            check_length(key, found, stop - start)
-            return found
+            check_length(key, piece, stop - start)
+            return piece
 
     def _whole_answer(self, key: str, version: str | None) -> Answer:
         import obstore
@@ -248,7 +249,7 @@ class NativeStore(Store):
     def _write(self, key: str, body: Buffer | Path) -> None:
         import obstore
 
-        if self._address.kind == "http":
+        if self._address.service == "http":
             raise ArgumentError(f"{self.url!r}: http servers are for reading; write to the bucket as s3://")
         with self._errors(key, "put"):
             writer = self._writer if self._written else self._first_writer
@@ -270,13 +271,13 @@ class NativeStore(Store):
             "client_options": {**connection.client_options, **patience["client"]},
             "retry_config": patience["retry"],
         }
-        if self._address.kind == "http":
+        if self._address.service == "http":
             return stores.HTTPStore(public_url(self._url), **common)
         if self._address.prefix:
             common["prefix"] = self._address.prefix
-        if self._address.kind == "gs":
+        if self._address.service == "gs":
             return stores.GCSStore(config=config, **common)
-        if self._address.kind == "az":
+        if self._address.service == "az":
             return stores.AzureStore(config=config, **common)
         provider = _credential_provider(connection)
         return stores.S3Store(config=config, credential_provider=provider, **common)
@@ -303,17 +304,17 @@ def _refuse_forked() -> None:
 
 def _address(url: str) -> _Address:
     scheme, _, rest = url.partition("://")
-    kind = NATIVE_PROTOCOLS[scheme.lower()]
-    if kind == "http":
+    service = NATIVE_PROTOCOLS[scheme.lower()]
+    if service == "http":
         parts = urlsplit(url)
         if not parts.hostname:
             raise ArgumentError(f"url {public_url(url)!r} names no host")
-        return _Address(kind, url, "", "")
+        return _Address(service, url, "", "")
     bucket, _, prefix = rest.partition("/")
     account = ""
-    if kind != "az" or ":" in bucket:
+    if service != "az" or ":" in bucket:
         known_options.refuse_user("url", url, "for credentials (key and secret for s3://)")
-    if kind == "az" and "@" in bucket:
+    if service == "az" and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
     if not bucket:
@@ -321,21 +322,21 @@ def _address(url: str) -> _Address:
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may accept it")
-    return _Address(kind, bucket, prefix, account)
+    return _Address(service, bucket, prefix, account)
 
 
 def _connection(address: _Address, options: Mapping[str, Any]) -> known_options.Connection:
-    if address.kind == "s3":
+    if address.service == "s3":
         return known_options.s3(options, address.bucket)
-    if address.kind == "gs":
+    if address.service == "gs":
         return known_options.gcs(options, address.bucket)
-    if address.kind == "az":
+    if address.service == "az":
         return known_options.azure(options, address.bucket, address.account)
     return known_options.http(options, address.bucket)
 
 
 def _credential_provider(connection: known_options.Connection) -> Any:
-    """What obstore asks for credentials; None leaves it to its own chain of machine identities."""
+    """Return what obstore asks for credentials; None leaves it to its own chain of machine identities."""
     if connection.credentials is not None:
         fixed = connection.credentials
         return lambda: fixed
@@ -360,13 +361,13 @@ def _version(meta: ObjectMeta) -> str:
 
 
 def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
-    found = _version(meta)
-    if wanted and found != wanted:
-        check_version(key, found, wanted, time_version(meta["size"], meta["last_modified"]))
+    version = _version(meta)
+    if wanted and version != wanted:
+        check_version(key, version, wanted, time_version(meta["size"], meta["last_modified"]))
 
 
 def _pages(client: Any) -> Iterator[Any]:
-    """Pages of a listing. One whose body breaks off, which obstore does not retry, is asked for again."""
+    """Yield pages of a listing. One whose body breaks off, which obstore does not retry, comes again."""
     import obstore
 
     offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
@@ -396,7 +397,7 @@ def _pages(client: Any) -> Iterator[Any]:
 
 
 def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
-    """A checked answer to a read of the whole object."""
+    """Return a checked answer to a read of the whole object."""
     meta = result.meta  # made anew each time
     if not meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
@@ -406,7 +407,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
 
 
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
-    """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
+    """Return options of a GET. A weak or made-up version is no condition; the answer's is compared."""
     conditions: dict[str, Any] = {}
     if version and not version.startswith("W/") and not is_time_version(version):
         conditions["if_match"] = f'"{version}"'
@@ -416,13 +417,13 @@ def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any
 
 
 def _range_ignored(error: Exception) -> bool:
-    """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
-    said = str(error)
-    return "non-partial response" in said or "Range request not supported" in said
+    """Return whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
+    text = str(error)
+    return "non-partial response" in text or "Range request not supported" in text
 
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
-    """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
+    """Return the bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
     meta = result.meta
     _check(key, meta, version)
     first, last = result.range

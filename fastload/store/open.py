@@ -22,12 +22,12 @@ from fastload.errors import ArgumentError, check_whole_number
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size
-from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
+from fastload.store.budget import Limits, RequestBudget
+from fastload.store.failures import public_url, redacted
 from fastload.store.local import LocalStore
 from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 from fastload.store.options import check_host_part, endpoint_in, public_options, without_endpoint
-from fastload.store.translate import public_url, redacted
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(
@@ -42,7 +42,9 @@ _PARAMETER = re.compile(r";[^/]*=")
 _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
-def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+def open_store(
+    url: str | os.PathLike[str], *, budget: RequestBudget | None = None, **storage_options: Any
+) -> Store:
     """Open `url`. The first request, and the first thread or process, starts with the first call.
 
     Example::
@@ -57,6 +59,8 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a
             URL of any other protocol that fsspec knows. Keys are relative to it.
+        budget: the requests and limits of a dataset that opens several stores, in place of `max_gets` and
+            `max_egress`.
         storage_options: s3fs's names (key, secret, token, anon, profile, endpoint_url, region,
             client_kwargs) or obstore's; `client="s3fs"` reads `s3://` by s3fs. Other protocols take what
             their file system takes.
@@ -88,15 +92,16 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             "For several, make one dataset each and join them with torch.utils.data.ConcatDataset; only "
             "datasets of shards take a list"
         )
-    reading, allowance = _reading(storage_options), _allowance(storage_options)
-    store = _open(os.fspath(url), storage_options)
-    store.reading = reading
-    if any(allowance.limits) or not isinstance(store, LocalStore):  # a directory bills nothing
-        store.allowance = allowance
-    return store
+    if budget is not None and not isinstance(budget, RequestBudget):
+        raise ArgumentError(
+            f"budget must be a RequestBudget, found {budget!r}: limit requests by the storage options "
+            "max_gets and max_egress"
+        )
+    budget = budget or take_budget(storage_options)
+    return _open(os.fspath(url), storage_options, _take_reading(storage_options, budget))
 
 
-def _reading(options: dict[str, Any]) -> Reading:
+def _take_reading(options: dict[str, Any], budget: RequestBudget) -> Reading:
     """Take the options that are for the loader out of `options`."""
     most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
     inflated = parse_size(options.pop("max_inflated", MAX_INFLATED), "storage option max_inflated")
@@ -104,11 +109,11 @@ def _reading(options: dict[str, Any]) -> Reading:
         check_whole_number("storage option max_requests", most)
     if not isinstance(hedge, bool):
         raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
-    return Reading(most, hedge, inflated)
+    return Reading(most, hedge, inflated, budget)
 
 
 def checked_options(storage_options: Any) -> dict[str, Any]:
-    """A copy of the `storage_options` of a dataset.
+    """Return a copy of the `storage_options` of a dataset.
 
     Raises:
         ArgumentError: they are no dict.
@@ -123,31 +128,29 @@ def checked_options(storage_options: Any) -> dict[str, Any]:
     return dict(storage_options)
 
 
-def limited_together(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The same options, with which all stores that a dataset opens count together, against one limit."""
+def with_budget(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return options for `open_store` with which all stores that a dataset opens have one budget."""
     copy = checked_options(options)
-    allowance = _allowance(copy)
-    return {**copy, "max_gets": allowance}
+    budget = copy.pop("budget", None) or take_budget(copy)
+    return {**copy, "budget": budget}
 
 
-def _allowance(options: dict[str, Any]) -> Allowance:
-    """Take the limits out of `options`."""
+def take_budget(options: dict[str, Any]) -> RequestBudget:
+    """Take the limits out of `options`, and return a budget with them."""
     gets, egress = options.pop("max_gets", None), options.pop("max_egress", None)
-    if isinstance(gets, Allowance):
-        return gets
     if gets is not None:
         check_whole_number("storage option max_gets", gets)
     size = None if egress is None else parse_size(egress, "storage option max_egress")
-    return Allowance(Limits(gets, size))
+    return RequestBudget(Limits(gets, size))
 
 
-def _open(url: str, storage_options: dict[str, Any]) -> Store:
+def _open(url: str, storage_options: dict[str, Any], reading: Reading) -> Store:
     protocol, separator, rest = url.partition("://")
     protocol = protocol.lower()
     if _CHAIN.search(url):
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
-        return _open_local(url, rest if separator else url, storage_options)
+        return _open_local(url, rest if separator else url, storage_options, reading)
     _refuse_console(url)
     _refuse_query(url, protocol)
     need_linux()
@@ -156,16 +159,16 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     if client is not None and (client != "s3fs" or NATIVE_PROTOCOLS.get(protocol) != "s3"):
         raise ArgumentError(f"storage option client={client!r}: only 's3fs' is known, and only for s3://")
     if client == "s3fs":
-        return _open_s3fs(url, storage_options)
+        return _open_s3fs(url, storage_options, reading)
     if protocol in NATIVE_PROTOCOLS:
-        return NativeStore(url, storage_options)
-    return _open_fsspec(url, protocol, storage_options)
+        return NativeStore(url, storage_options, reading)
+    return _open_fsspec(url, protocol, storage_options, reading)
 
 
 def _refuse_console(url: str) -> None:
     """Raise `ArgumentError` for a page of a cloud's console."""
-    if found := _CONSOLE.match(url):
-        meant = ("s3://" if found["of"].startswith("aws") else "gs://") + found["key"].rstrip("/")
+    if page := _CONSOLE.match(url):
+        meant = ("s3://" if page["of"].startswith("aws") else "gs://") + page["key"].rstrip("/")
         raise ArgumentError(f"url {public_url(url)!r} is a page of the console: give {meant!r}")
 
 
@@ -180,7 +183,7 @@ def _refuse_query(url: str, protocol: str) -> None:
 
 
 def _chained(url: str) -> str:
-    """The error for a chain of file systems, which fastload does not read."""
+    """Return the error for a chain of file systems, which fastload does not read."""
     first, _, inner = url.partition("::")
     if first in _CACHING and not _CHAIN.search(inner):
         return (
@@ -193,7 +196,7 @@ def _chained(url: str) -> str:
     )
 
 
-def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
+def _open_local(url: str, path: str, options: dict[str, Any], reading: Reading) -> Store:
     if options:
         bucket = "" if "://" in url or url.startswith(("/", ".", "~")) else f" (is it s3://{url}?)"
         raise ArgumentError(
@@ -201,20 +204,22 @@ def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
         )
     if not path:
         raise ArgumentError(f"url {url!r} is empty: give a directory or a URL such as s3://bucket/prefix")
-    return LocalStore(url, os.path.expanduser(path))  # noqa: PTH111 - a plain str, for any bytes in it
+    if reading.budget is not None and not any(reading.budget.limits):  # a directory bills nothing
+        reading = reading._replace(budget=None)
+    return LocalStore(url, os.path.expanduser(path), reading)  # noqa: PTH111 - a plain str, for any bytes
 
 
-def _open_s3fs(url: str, options: dict[str, Any]) -> Store:
+def _open_s3fs(url: str, options: dict[str, Any], reading: Reading) -> Store:
     from importlib.util import find_spec
 
     if find_spec("s3fs") is None:
         raise ArgumentError("client='s3fs' needs the package: pip install 'torch-fastload[s3fs]'")
     from fastload.store.s3fs import S3fsStore
 
-    return S3fsStore(url, options)
+    return S3fsStore(url, options, reading)
 
 
-def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
+def _open_fsspec(url: str, protocol: str, options: dict[str, Any], reading: Reading) -> Store:
     import fsspec
 
     from fastload.store.fsspec import FsspecStore
@@ -234,7 +239,7 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
     except ImportError as error:
         why = "pip install huggingface_hub" if protocol == "hf" else error
         raise ArgumentError(f"url scheme {protocol!r} needs a package that is not installed: {why}") from None
-    return FsspecStore(url, protocol, options)
+    return FsspecStore(url, protocol, options, reading)
 
 
 PROTOCOLS = frozenset({*NATIVE_PROTOCOLS, "file", "local", "memory"})
@@ -281,20 +286,20 @@ def options_from_file(
         bucket = url.partition("://")[2].partition("/")[0]
         for part in bucket.split("@", 1):  # a container of an account
             check_host_part(f"{named_by}: the bucket of its url", part)
-    said, refused = public_options({name: value for name, value in options.items() if name not in given})
+    allowed, refused = public_options({name: value for name, value in options.items() if name not in given})
     if refused:
         raise ArgumentError(
             f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, "
             f"pass --storage-option {refused[0]}=VALUE, else --data URL"
         )
-    found = {**without_endpoint(said), **given}
-    server = endpoint_in(said)
+    chosen = {**without_endpoint(allowed), **given}
+    server = endpoint_in(allowed)
     if server and not endpoint_in(given):
-        own = endpoint_in(open_store(url, **found).public_options()[0])
+        own = endpoint_in(open_store(url, **chosen).public_options()[0])
         if server != own:
             raise ArgumentError(
                 f"{named_by} names the server {server!r}, and your environment names "
                 f"{repr(own) if own else 'no server'}. Requests may carry your credentials: if you know that "
                 "server, pass it with --endpoint-url"
             )
-    return found
+    return chosen

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from fastload.errors import ArgumentError
-from fastload.store.translate import public_url
+from fastload.store.failures import public_url
 
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
@@ -83,29 +83,29 @@ class Connection(NamedTuple):
 
 
 def s3(options: Mapping[str, Any], bucket: str) -> Connection:
-    """Configuration for `s3://bucket`, by the order options, environment, profile, machine's own identity.
+    """Configure `s3://bucket`, by the order options, environment, profile, machine's own identity.
 
     Raises:
         ArgumentError: an unknown option, an endpoint_url without scheme, or a profile that does not exist.
     """
-    given = _s3_options(options)
-    provider = given.pop("credential_provider", None)
+    settings = _s3_options(options)
+    provider = settings.pop("credential_provider", None)
     if provider is not None and not callable(provider):
         raise ArgumentError("storage option credential_provider must be a function without arguments")
-    profile, tried_profile = _profile(given.pop("profile", None))
-    endpoint = given.pop("endpoint", None) or _environment(*_ENDPOINTS, "AWS_ENDPOINT")
+    profile, tried_profile = _profile(settings.pop("profile", None))
+    endpoint = settings.pop("endpoint", None) or _environment(*_ENDPOINTS, "AWS_ENDPOINT")
     endpoint = endpoint or profile.get("endpoint_url", "")
     refuse_user("endpoint_url", endpoint, "key and secret")
-    region = given.pop("region", None) or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
+    region = settings.pop("region", None) or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     region = region or profile.get("region") or "us-east-1"
     check_host_part("storage option region", region)
-    anon = bool(given.pop("skip_signature", False))
-    credentials, tried = _s3_credentials(given, profile, tried_profile, named="profile" in options)
-    client_options = _client_options(endpoint, given.pop("client_kwargs", {}))
-    config = {**given, "bucket": bucket, "region": region}
+    anon = bool(settings.pop("skip_signature", False))
+    credentials, tried = _s3_credentials(settings, profile, tried_profile, named="profile" in options)
+    client_options = _client_options(endpoint, settings.pop("client_kwargs", {}))
+    config = {**settings, "bucket": bucket, "region": region}
     if endpoint:
         config["endpoint"] = (
-            _virtual_host(endpoint, bucket) if given.get("virtual_hosted_style_request") else endpoint
+            _virtual_host(endpoint, bucket) if settings.get("virtual_hosted_style_request") else endpoint
         )
     if anon:
         config["skip_signature"] = True
@@ -119,8 +119,8 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
 
 
 def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """The arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and the
-    values to keep out of them.
+    """Return the arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and
+    the values to keep out of them.
 
     s3fs reads the environment and the profiles itself; only their endpoint is looked up here too.
 
@@ -144,36 +144,38 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
 
 
 def _configured_endpoint(arguments: Mapping[str, Any]) -> str:
-    """The endpoint that boto takes from the environment or the profile, in its order."""
+    """Return the endpoint that boto takes from the environment or the profile, in its order."""
     profile, _ = _profile(
         arguments.get("profile") or _environment("AWS_DEFAULT_PROFILE", "AWS_PROFILE") or None, strict=False
     )
-    given = dict(arguments.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
+    ignore = dict(arguments.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
     ignored = _environment("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get(
         "ignore_configured_endpoint_urls", ""
     )
-    if given or (given is None and ignored.lower() == "true"):
+    if ignore or (ignore is None and ignored.lower() == "true"):
         return ""
     return _environment(*_ENDPOINTS) or profile.get("endpoint_url", "")
 
 
 def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
-    """Configuration for `gs://bucket`: gcsfs's `token` (a file path or "anon"), or obstore's names."""
-    given = _known(options, "gs", _GCS_OWN, _GCS_NATIVE)
-    token = given.pop("token", None)
-    if given.pop("anon", False) or token == "anon":
-        given["skip_signature"] = True
+    """Configure `gs://bucket`: gcsfs's `token` (a file path or "anon"), or obstore's names."""
+    settings = _known(options, "gs", _GCS_OWN, _GCS_NATIVE)
+    token = settings.pop("token", None)
+    if settings.pop("anon", False) or token == "anon":
+        settings["skip_signature"] = True
     elif isinstance(token, (str, os.PathLike)):
-        given["application_credentials"] = os.fspath(token)
+        settings["application_credentials"] = os.fspath(token)
     elif token is not None:
         raise ArgumentError("storage option token must be 'anon' or the path of a credentials file for gs://")
-    endpoint = given.pop("endpoint_url", None) or given.get("base_url") or _environment("GOOGLE_BASE_URL")
+    endpoint = (
+        settings.pop("endpoint_url", None) or settings.get("base_url") or _environment("GOOGLE_BASE_URL")
+    )
     refuse_user("endpoint_url", endpoint, "token")
     if endpoint:
-        given["base_url"] = endpoint
+        settings["base_url"] = endpoint
     tried = "options token, service_account, bearer_token; GOOGLE_APPLICATION_CREDENTIALS; machine identity"
     return Connection(
-        {**given, "bucket": bucket},
+        {**settings, "bucket": bucket},
         _client_options(endpoint, {}),
         endpoint=_shown(endpoint),
         tried=tried,
@@ -182,29 +184,29 @@ def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
 
 
 def azure(options: Mapping[str, Any], container: str, account: str) -> Connection:
-    """Configuration for `az://container` or `abfss://container@account...`: adlfs's names, or obstore's."""
-    given = _known(options, "az", _AZURE_OWN, _AZURE_NATIVE)
-    if given.pop("anon", False):
-        given["skip_signature"] = True
-    if "sas_token" in given:
-        given["sas_key"] = given.pop("sas_token")
+    """Configure `az://container` or `abfss://container@account...`: adlfs's names, or obstore's."""
+    settings = _known(options, "az", _AZURE_OWN, _AZURE_NATIVE)
+    if settings.pop("anon", False):
+        settings["skip_signature"] = True
+    if "sas_token" in settings:
+        settings["sas_key"] = settings.pop("sas_token")
     if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
-        given.setdefault("account_name", account)
-    if given.get("account_name") is not None:
-        check_host_part("storage option account_name", given["account_name"])
-    endpoint = given.pop("endpoint_url", None) or given.get("endpoint")
+        settings.setdefault("account_name", account)
+    if settings.get("account_name") is not None:
+        check_host_part("storage option account_name", settings["account_name"])
+    endpoint = settings.pop("endpoint_url", None) or settings.get("endpoint")
     endpoint = endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     refuse_user("endpoint_url", endpoint, "account_key or sas_token")
     if endpoint:
-        given["endpoint"] = endpoint
-    if not given.get("account_name") and not endpoint:
+        settings["endpoint"] = endpoint
+    if not settings.get("account_name") and not endpoint:
         raise ArgumentError(
             "az:// needs an account: give account_name=..., set AZURE_STORAGE_ACCOUNT_NAME, or write "
             "abfss://container@account.dfs.core.windows.net/prefix"
         )
     tried = "options account_key, sas_token, client_id; AZURE_STORAGE_*; the machine's own identity"
     return Connection(
-        {**given, "container_name": container},
+        {**settings, "container_name": container},
         _client_options(endpoint, {}),
         endpoint=_shown(endpoint),
         tried=tried,
@@ -213,7 +215,7 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
 
 
 def http(options: Mapping[str, Any], base: str) -> Connection:
-    """Configuration for an http(s) base URL; there are no options. A user in it is sent with each request."""
+    """Configure an http(s) base URL; there are no options. A user in it is sent with each request."""
     _known(options, "http(s)", (), ())
     parts = urlsplit(base)
     client_options = _client_options(base, {})
@@ -228,7 +230,7 @@ def http(options: Mapping[str, Any], base: str) -> Connection:
 
 
 def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(the options that a file may hold, the names of the others; those of a nested one follow a dot)."""
+    """Return (options that a file may hold, names of the others; those of a nested one follow a dot)."""
     shown: dict[str, Any] = {}
     withheld: list[str] = []
     for name, value in options.items():
@@ -237,8 +239,10 @@ def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         elif name in _PUBLIC_URLS and isinstance(value, str):
             shown[name] = _without_user(value)
         elif name == "client_kwargs" and isinstance(value, Mapping):
-            plain = {inner: one for inner, one in value.items() if inner in _PUBLIC_NESTED}
-            shown[name] = {inner: _without_user(one) for inner, one in plain.items() if isinstance(one, str)}
+            plain = {inner: nested for inner, nested in value.items() if inner in _PUBLIC_NESTED}
+            shown[name] = {
+                inner: _without_user(nested) for inner, nested in plain.items() if isinstance(nested, str)
+            }
             withheld += [f"{name}.{inner}" for inner in value if inner not in shown[name]]
         elif value is not None:
             withheld.append(str(name))
@@ -250,20 +254,20 @@ def _without_user(value: str) -> str:
 
 
 def endpoint_in(options: Mapping[str, Any]) -> str:
-    """The server that these options name, under whichever name, as messages may show it; "": none."""
+    """Return the server that these options name, under whichever name, as messages may show it; "": none."""
     nested = options.get("client_kwargs")
-    found = [options.get(name) for name in _PUBLIC_URLS]
-    found.append(nested.get("endpoint_url") if isinstance(nested, Mapping) else None)
-    return next((_without_user(str(url)).rstrip("/") for url in found if url), "")
+    urls = [options.get(name) for name in _PUBLIC_URLS]
+    urls.append(nested.get("endpoint_url") if isinstance(nested, Mapping) else None)
+    return next((_without_user(str(url)).rstrip("/") for url in urls if url), "")
 
 
 def without_endpoint(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same options; which server they are for is left to the environment."""
-    found = {name: value for name, value in options.items() if name not in _PUBLIC_URLS}
-    if "client_kwargs" in found:
-        nested = found.pop("client_kwargs").items()
-        found |= {"client_kwargs": rest} if (rest := {a: b for a, b in nested if a != "endpoint_url"}) else {}
-    return found
+    """Return the same options; which server they are for is left to the environment."""
+    kept = {name: value for name, value in options.items() if name not in _PUBLIC_URLS}
+    if "client_kwargs" in kept:
+        nested = kept.pop("client_kwargs").items()
+        kept |= {"client_kwargs": rest} if (rest := {a: b for a, b in nested if a != "endpoint_url"}) else {}
+    return kept
 
 
 def check_host_part(name: str, value: Any) -> None:
@@ -273,14 +277,14 @@ def check_host_part(name: str, value: Any) -> None:
 
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of `options`, nested ones too, that no message may show."""
-    found: list[str] = []
+    """Return the values of `options`, nested ones too, that no message may show."""
+    values: list[str] = []
     for name, value in options.items():
         if isinstance(value, Mapping):
-            found += secret_values({str(inner): one for inner, one in value.items()})
+            values += secret_values({str(inner): nested for inner, nested in value.items()})
         elif isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS):
-            found.append(value)
-    return tuple(found)
+            values.append(value)
+    return tuple(values)
 
 
 def _known(
@@ -298,44 +302,44 @@ def _known(
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """s3fs's names and nesting, flattened to obstore's."""
-    given = _known(options, "s3", _S3_OWN, _S3_NATIVE)
-    nested = dict(given.pop("client_kwargs", {}))
+    """Flatten s3fs's names and nesting to obstore's."""
+    settings = _known(options, "s3", _S3_OWN, _S3_NATIVE)
+    nested = dict(settings.pop("client_kwargs", {}))
     for outer, inner in (("endpoint_url", "endpoint_url"), ("region", "region_name")):
         value = nested.pop(inner, None)
         if value is not None:
-            given.setdefault(outer, value)
+            settings.setdefault(outer, value)
     if set(nested) - {"verify"}:
         raise ArgumentError(
             f"client_kwargs {sorted(set(nested) - {'verify'})} are boto's: known here are endpoint_url, "
             "region_name and verify; or pass client='s3fs', which takes them all"
         )
-    given.pop("client", None)
-    if given.pop("use_ssl", True) is False and not given.get("endpoint_url"):
+    settings.pop("client", None)
+    if settings.pop("use_ssl", True) is False and not settings.get("endpoint_url"):
         raise ArgumentError("use_ssl=False needs an endpoint_url that begins with http://")
-    if given.pop("requester_pays", False):
-        given["request_payer"] = True
-    if given.pop("anon", False):
-        given["skip_signature"] = True
+    if settings.pop("requester_pays", False):
+        settings["request_payer"] = True
+    if settings.pop("anon", False):
+        settings["skip_signature"] = True
     for other, name in _S3_NAMES.items():
-        if other in given:
-            given[name] = given.pop(other)
-    if "endpoint_url" in given:
-        given["endpoint"] = given.pop("endpoint_url")
-    if "default_region" in given:
-        given.setdefault("region", given.pop("default_region"))
-    return {**given, "client_kwargs": nested}
+        if other in settings:
+            settings[name] = settings.pop(other)
+    if "endpoint_url" in settings:
+        settings["endpoint"] = settings.pop("endpoint_url")
+    if "default_region" in settings:
+        settings.setdefault("region", settings.pop("default_region"))
+    return {**settings, "client_kwargs": nested}
 
 
 def _s3_credentials(
-    given: dict[str, Any], profile: dict[str, str], tried_profile: str, *, named: bool
+    settings: dict[str, Any], profile: dict[str, str], tried_profile: str, *, named: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """The first complete set of fixed credentials, which never mixes parts of two sources.
+    """Return the first complete set of fixed credentials, which never mixes parts of two sources.
 
     obstore would complete a given key with a session token of the environment, and knows no profiles.
     """
-    key, secret = given.pop("access_key_id", None), given.pop("secret_access_key", None)
-    token = given.pop("session_token", None)
+    key, secret = settings.pop("access_key_id", None), settings.pop("secret_access_key", None)
+    token = settings.pop("session_token", None)
     if (key is None) != (secret is None):
         raise ArgumentError("storage options key and secret belong together: one of them is missing")
     tried = "options key and secret"
@@ -350,12 +354,12 @@ def _s3_credentials(
     if not key or not secret:
         tried += "; web identity, container and machine roles (for a public bucket give anon=True)"
         return None, tried
-    found = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
-    return found, tried.rsplit("; ", 1)[-1]
+    credentials = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    return credentials, tried.rsplit("; ", 1)[-1]
 
 
 def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], str]:
-    """The settings of an AWS profile, and its name and files in words.
+    """Return the settings of an AWS profile, and its name and files in words.
 
     The endpoint of its services section, if it has one for S3, is its `endpoint_url`. A profile that boto3
     must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
@@ -412,7 +416,7 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_of(url: str) -> tuple[str, ...]:
-    """The user and the password in a URL, as they are written and as they are meant."""
+    """Return the user and the password in a URL, as they are written and as they are meant."""
     user = urlsplit(url).netloc.rpartition("@")[0]
     parts = {part for part in user.split(":") if part}
     return tuple(part for part in {*parts, *map(unquote, parts)} if len(part) > 3)
@@ -432,7 +436,7 @@ def _shown(endpoint: str) -> str:
 
 
 def _virtual_host(endpoint: str, bucket: str) -> str:
-    """The endpoint with the bucket in front of its host name, as obstore wants it for that style."""
+    """Return the endpoint with the bucket in front of its host name, as obstore wants it for that style."""
     scheme, _, rest = endpoint.rstrip("/").partition("://")  # a slash would begin each key
     return f"{scheme}://{rest}" if rest.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{rest}"
 

@@ -58,7 +58,7 @@ class ProcessLocal(Generic[T]):
         return bool(self._values) and _generation not in self._values
 
     def get(self) -> T:
-        """The value of this process, made at first use."""
+        """Return the value of this process, made at first use."""
         try:
             return self._values[_generation]
         except KeyError:
@@ -69,7 +69,7 @@ class ProcessLocal(Generic[T]):
             return self._values[_generation]
 
     def peek(self) -> T | None:
-        """The value of this process, or None if it was not made or set yet."""
+        """Return the value of this process, or None if it was not made or set yet."""
         return self._values.get(_generation)
 
     def set(self, value: T) -> None:
@@ -99,7 +99,7 @@ call_in_forks(_count_fork)
 
 
 def speaks() -> bool:
-    """Whether this process speaks for all workers of its loader."""
+    """Return whether this process speaks for all workers of its loader."""
     torch_data = sys.modules.get("torch.utils.data")  # else this is no worker
     worker = torch_data.get_worker_info() if torch_data is not None else None
     return worker is None or worker.id == 0
@@ -124,7 +124,7 @@ class SharedFile:
 
     @classmethod
     def written(cls, name: str, write: Callable[[int], None]) -> SharedFile:
-        """A file in memory with what `write(descriptor)` puts there.
+        """Return a file in memory with what `write(descriptor)` puts there.
 
         Raises:
             What `write` raises.

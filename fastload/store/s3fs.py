@@ -17,9 +17,11 @@ from fsspec.asyn import sync
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_length,
@@ -28,8 +30,8 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
+from fastload.store.failures import StoreLocation, public_url
 from fastload.store.process import ProcessLocal
-from fastload.store.translate import StoreLocation, public_url
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.
 _CONTACT_SECONDS = 7.0
@@ -41,7 +43,7 @@ class S3fsStore(Store):
 
     native = True
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING) -> None:
         self._url, self._options = url, dict(options)
         bucket, _, prefix = url.partition("://")[2].partition("/")
         if not bucket:
@@ -57,12 +59,13 @@ class S3fsStore(Store):
             "bucket give anon=True)",
             secrets,
         )
-        super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
+        identity = f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}"
+        super().__init__(public_url(url), identity, reading)
         self._fs = ProcessLocal(self._build)
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return S3fsStore, (self._url, self._options), self._state()
+        return S3fsStore, (self._url, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         endpoint = {"endpoint_url": self._location.endpoint} if self._location.endpoint else {}
@@ -88,7 +91,7 @@ class S3fsStore(Store):
         return folders
 
     def _pages(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answers to a request for a listing, each with retries of its own."""
+        """Yield the answers to a request for a listing, each with retries of its own."""
         asked = dict(request)
         while True:
             answer = self._retried(lambda: self._page(asked))

@@ -1,9 +1,9 @@
 """Worker processes: index batches in, filled slots out, and a watch on the other side's life.
 
     trainer                                             worker (x num_workers)
-    WorkerPool.submit ── Work(seq, index) ───────────▶  prefetches every index batch that it knows,
+    Workers.submit  ── Work(seq, index) ────────────▶  prefetches every index batch that it knows,
                       ── consumed, released slots ──▶   makes at most `prefetch_factor` batches in advance
-    WorkerPool.receive ◀─ Result(seq, slots, counters) ─ makes them in order
+    Workers.receive ◀─ Result(seq, slots, counters) ─── makes them in order
 
 Each worker has its own socket, so an end-of-file names the worker that died. The trainer's process runs no
 thread. A worker watches the trainer through a pidfd and ends with it, also in the middle of a batch.

@@ -1,7 +1,7 @@
 """One index batch in, one collated batch out: the steps of `BatchMaker.make_batch`, in order.
 
     announce (earlier) ─▶ new_batch ─▶ fill: payload ─▶ decode ─▶ row ─▶ settle errors ─▶ finish
-     ReadAhead            RowBatches: rows in a slot                     ErrorPolicy      Collation
+     ReadAhead            rows in a slot                                ErrorPolicy       Collation
                           SampleReader: sample objects, for other datasets
 
 A dataset needs only what torch requires. A `RowDataset` is prefetched and writes its rows straight into the
@@ -11,149 +11,108 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import (
-    Allocate,
-    CacheFilling,
-    EncodedRows,
-    RowErrors,
-    RowRequests,
-)
+from fastload.datasets.protocols import Allocate, CacheFilling, RowErrors, RowRequests
 from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.views import View
-from fastload.datasets.wrappers import fastload_datasets, inner_datasets, start_epoch, view_of
+from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
-from fastload.metrics.counters import Counters
+from fastload.images.kernel import take_by_libjpeg
 from fastload.workers.collate import Collation, tell_mismatch
 from fastload.workers.on_error import ErrorPolicy
+from fastload.workers.protocol import EpochStart, WorkerSetup
 from fastload.workers.reading import ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
-from fastload.workers.witness import Witness, Witnesses
+from fastload.workers.sources import (
+    BatchCounters,
+    BatchSource,
+    IterableSource,
+    StreamReader,
+    TakeNext,
+    dataset_state,
+)
+from fastload.workers.witness import Witnesses
 
 
-class BatchCounters(Counters):
-    """The counters of a process that makes batches, with those of its dataset and of the inner datasets."""
-
-    def __init__(self, dataset: Any, *, threaded: bool = False) -> None:
-        sources = fastload_datasets(dataset)
-        # A dataset has the counters of its cache only where it prefetches.
-        sources += [getattr(source, "cache", None) for source in sources]
-        found = [getattr(source, "counters", None) for source in sources]
-        super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
-        self._alone = not threaded and any(one.asks is not None for one in inner_datasets(dataset))
-
-    def made_batch(self, samples: int) -> None:
-        """Count a batch of this number of samples."""
-        self.add("collate.batches")
-        self.add("collate.samples", samples)
-        if self._alone:
-            self.add("get.alone", samples)
+def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
+    """Open the dataset of `setup` in this process; `allocate` gives the memory for batches."""
+    if isinstance(setup.dataset, IterableDataset):
+        return IterableSource(setup)
+    return BatchMaker(setup, allocate)
 
 
-class BatchMaker:
-    """Makes the batch of an index batch.
+class BatchMaker(BatchSource):
+    """Makes the batches of a map-style dataset.
 
     Args:
-        dataset: map-style.
-        collate_fn: as torch's.
-        auto_collation: False where an "index batch" is one index (`batch_size=None`).
-        on_error: "raise", "skip" or "replace", see `ErrorPolicy`.
-        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included,
-            and that of `collate_fn` a function of the batch.
-        allocate: memory for batches.
-        threads: that make the samples of announced index batches; 0: the thread that makes the batch.
-        shares: the thread that makes batches runs other code too, which must not see what threads draw.
-        logged: each row of a witness is wanted, not their sums alone.
+        setup: the arguments of the loader.
+        allocate: memory for batches that need no `collate_fn`, such as a slot.
 
     Attributes:
-        counters: those of this process for `dataset`.
-        witness: of the batch that was made last.
+        counters: those of this process for the dataset.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        collate_fn: Callable[[Any], Any],
-        auto_collation: bool,
-        on_error: str,
-        seeded: bool,
-        allocate: Allocate,
-        threads: int = 0,
-        shares: bool = False,
-        logged: bool = False,
-    ) -> None:
-        rows = view_of(dataset)
-        seeds = SampleSeeds() if seeded else None
+    def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
+        rows = view_of(setup.dataset)
         # Streamed ids are not announced, and shard datasets hand out a stream's records to one thread.
-        threaded = threads > 0 and rows.streams() is None
-        self.counters = BatchCounters(dataset, threaded=threaded)
-        self._collation = Collation(collate_fn, auto_collation=auto_collation)
-        self._errors = ErrorPolicy(dataset, on_error, self.counters)
-        self._ahead = ReadAhead(
-            rows if rows.reads_ahead else None, auto_collation=auto_collation, threaded=threaded
-        )
-        self._seeds = seeds
+        threaded = setup.threads > 0 and rows.streams() is None
+        self.counters = BatchCounters(setup.dataset, threaded=threaded)
+        self._dataset = setup.dataset
+        self._datasets = fastload_datasets(setup.dataset)
+        self._rows = rows
+        self._allocate = allocate
+        self._seeds = SampleSeeds() if setup.seeded else None
         self._epoch = (0, 0)  # seed, epoch
-        self._datasets = fastload_datasets(dataset)
-        self._rows: RowBatches | None = None
-        self._encoded: EncodedRowBatches | None = None
-        if rows.reads_ahead and rows.override is None:
-            self._rows = RowBatches(rows, self._collation, seeds, allocate, self._errors.name)
-        encoded = rows.encoded()
-        if encoded is not None:
-            self._encoded = EncodedRowBatches(rows, encoded, self._collation, seeds, allocate)
-        self._witnesses = Witnesses(rows, seeded=seeded, logged=logged)
-        self.witness: Witness | None = None
-        self._threads = SampleThreads(threads, seeds, shares=shares) if threaded else None
+        self._stream: dict[str, Any] | None = None  # the state after the last batch, where streams are read
+        self._streamed = False
+        self._collation = Collation(setup.collate_fn, auto_collation=setup.auto_collation)
+        self._errors = ErrorPolicy(setup.dataset, setup.on_error, self.counters)
+        self._ahead = ReadAhead(
+            rows if rows.reads_ahead else None, auto_collation=setup.auto_collation, threaded=threaded
+        )
+        self._witnesses = Witnesses(rows, seeded=setup.seeded, logged=setup.logged)
+        # A trainer that makes its own batches runs other code too, which must not see what threads draw.
+        shares = setup.num_workers == 0
+        self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None
         self._samples = SampleReader(
-            dataset,
+            setup.dataset,
             rows,
-            auto_collation=auto_collation,
-            seeds=seeds,
+            auto_collation=setup.auto_collation,
+            seeds=self._seeds,
             errors=self._errors,
             counters=self.counters,
             threads=self._threads,
         )
+        self._streams = StreamReader(
+            setup.dataset,
+            auto_collation=setup.auto_collation,
+            drop_last=setup.drop_last,
+            cancel=self.cancel,
+        )
 
-    @property
-    def bad(self) -> list[tuple[str, str]]:
-        """(sample, error) of each bad sample since the list was emptied."""
-        return self._errors.bad
-
-    @bad.setter
-    def bad(self, value: list[tuple[str, str]]) -> None:
-        self._errors.bad = value
-
-    def start_epoch(self, seed: int, epoch: int, *, indexed: bool = True) -> None:
-        """From now on, samples have the randomness of this epoch.
-
-        Args:
-            indexed: samples can be asked for by index; otherwise on_error="replace" acts as "skip".
-        """
-        self._epoch = (seed, epoch)
+    def start_epoch(self, start: EpochStart) -> None:
+        self._streams.start_epoch(streamed=start.streamed)
+        self._streamed, self._stream = start.streamed, None
+        self._epoch = (start.seed, start.epoch)
         self._collation.start_epoch()
-        self._errors.start_epoch(seed, epoch, indexed=indexed)
-        self._ahead.start_epoch(streamed=not indexed)
+        # Without an index of the dataset, on_error="replace" acts as "skip".
+        self._errors.start_epoch(*self._epoch, indexed=not start.streamed)
+        self._errors.left_out = start.left_out
+        self._ahead.start_epoch(streamed=start.streamed)
         if self._seeds is not None:
-            self._seeds.start_epoch(seed, epoch)
-        start_epoch(self._datasets, epoch)
+            self._seeds.start_epoch(*self._epoch)
+        start_epoch(self._datasets, start.epoch)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """From now on, these samples replace no bad ones."""
         self._errors.left_out = samples
 
     def prefetch(self, index: Any) -> None:
-        """Start reading an index batch that will be asked for after those announced before.
-
-        Raises:
-            Exception: any that the dataset raises; then none of the batch is announced.
-        """
+        if isinstance(index, TakeNext):
+            return
         self._ahead.announce(index)
         try:
             self._samples.announce(index, self._collation.indices(index))
@@ -162,35 +121,21 @@ class BatchMaker:
             raise
 
     def cancel(self, index: Any) -> None:
-        """An announced index batch will not be asked for. One that could not be announced is ignored."""
-        self._samples.cancel(index)
-        self._ahead.cancel(index)
+        if not isinstance(index, TakeNext):
+            self._samples.cancel(index)
+            self._ahead.cancel(index)
 
-    def flush_cache(self) -> None:
-        """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
-        for dataset in self._datasets:
-            if isinstance(dataset, CacheFilling):
-                dataset.flush_cache()
-
-    def close_cache(self) -> None:
-        """At the end of this process: write out the queued records."""
-        self.close_threads()
-        for dataset in self._datasets:
-            if isinstance(dataset, CacheFilling):
-                dataset.close_cache()
-
-    def close_threads(self) -> None:
-        """End the threads that make samples. No batch is made after that."""
-        if self._threads is not None:
-            self._threads.close()
-
-    def make_batch(self, index: Any, *, encoded: bool = False) -> Any:
-        """The collated batch of `index`; with `encoded`, its images as `EncodedImages`.
+    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+        """Make the collated batch of `index`; with `encoded`, its images as `EncodedImages`.
 
         Raises:
+            StreamOver: the stream has no more.
             Exception: any of the dataset or `collate_fn` that `on_error` does not cover. It has a note
                 of the sample.
         """
+        self.witness = self._stream = None
+        if isinstance(index, TakeNext):
+            index, self._stream = self._streams.take(index)
         try:
             with self._threads or contextlib.nullcontext():
                 return self._make_batch(index, encoded)
@@ -204,132 +149,96 @@ class BatchMaker:
 
     def _make_batch(self, index: Any, encoded: bool) -> Any:
         indices, used_ahead = self._collation.indices(index), self._ahead.used()
-        self.witness = None
-        form = self._encoded if encoded else self._rows
-        assert form is not None or not encoded
-        batch = None if form is None else form.new_batch(len(indices))
-        if form is None or batch is None:
+        batch = self._new_batch(len(indices), encoded)
+        if batch is None:
             samples, settled = self._samples.read(index, indices, *self._epoch)
         else:
             self._samples.cancel(index)
-            fill = partial(form.fill, batch, seed=self._epoch[0], epoch=self._epoch[1])
-            settled = self._errors.settle(indices, fill, partial(form.copy_row, batch))
+            settled = self._errors.settle(
+                indices, partial(self._fill, batch), partial(self._rows.copy_row, batch)
+            )
         self.witness = self._witnesses.of(settled, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
-            if form is None or batch is None:
+            if batch is None:
                 made = self._collation(samples, lambda row: self._errors.name(settled[row]))
             else:
-                made = form.finish(batch, settled)
+                made = self._finish(batch, settled, encoded)
         self.counters.made_batch(len(indices))
         return made
 
+    # --- batches whose rows a dataset writes itself: as pixels, or as encoded images for the device to decode
 
-# --- batches whose rows a dataset writes itself: as pixels, or as encoded images for the device to decode
+    def _new_batch(self, n: int, encoded: bool) -> Any | None:
+        """Make an empty batch of `n` rows; None where the dataset has to be read sample by sample.
 
+        Raises:
+            ArgumentError: images stay encoded, and the transform, which may have changed, needs pixels.
+        """
+        rows = self._rows
+        if encoded:
+            images = rows.encoded()
+            assert images is not None
+            why = images.why_not_encoded()
+            if why is not None:
+                raise ArgumentError(f"decode= of the loader does not work here: {why}")
+            return images.new_encoded_batch(n, self._allocate)
+        if not rows.reads_ahead or rows.override is not None:
+            return None
+        return rows.new_batch(n, self._allocate if self._collation.direct else ordinary_memory)
 
-class _Batches(ABC):
-    """Batches that `rows` fills."""
-
-    def __init__(
-        self, rows: View, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
-    ) -> None:
-        self._rows = rows
-        self._collation = collation
-        self._seeds = seeds
-        self._allocate = allocate
-
-    @abstractmethod
-    def new_batch(self, n: int) -> Any | None:
-        """An empty batch of `n` rows; None where the dataset has to be read sample by sample."""
-
-    def fill(self, batch: Any, requests: RowRequests, seed: int, epoch: int) -> RowErrors:
+    def _fill(self, batch: Any, requests: RowRequests) -> RowErrors:
         """Wait for the payloads of these samples, and decode them into their rows."""
         with self._seeds or contextlib.nullcontext():
-            return self._rows.fill(batch, requests, seed, epoch)
+            return self._rows.fill(batch, requests, *self._epoch)
 
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        """Make row `target` equal to row `source`."""
-        self._rows.copy_row(batch, target, source)
-
-    @abstractmethod
-    def finish(self, batch: Any, indices: list[Any]) -> Any:
-        """The filled batch in the form that the loader hands over. `indices`: the sample in each row."""
-
-
-class RowBatches(_Batches):
-    """Batches of pixels and columns: no sample objects, no stacking.
-
-    Args:
-        rows: of the loader's dataset.
-        collation: the loader's.
-        seeds: of the loader's `seed`, or None.
-        allocate: memory for batches that need no `collate_fn`, such as a slot.
-        name: index of a sample -> its name, for errors.
-    """
-
-    def __init__(
-        self,
-        rows: View,
-        collation: Collation,
-        seeds: SampleSeeds | None,
-        allocate: Allocate,
-        name: Callable[[Any], str],
-    ) -> None:
-        super().__init__(rows, collation, seeds, allocate)
-        self._name = name
-
-    def new_batch(self, n: int) -> Any | None:
-        return self._rows.new_batch(n, self._allocate if self._collation.direct else ordinary_memory)
-
-    def finish(self, batch: Any, indices: list[Any]) -> Any:
-        """The batch itself, or that which a user's `collate_fn` makes of its rows."""
-        if not self._collation.direct:
-            samples = self._samples(batch, indices)
+    def _finish(self, batch: Any, indices: list[Any], encoded: bool) -> Any:
+        """Return the filled batch itself, or what a user's `collate_fn` makes of its rows."""
+        if not encoded and not self._collation.direct:
+            samples = self._samples_of(batch, indices)
             if self._seeds is not None and indices:
                 self._seeds.set(indices[-1])
-            return self._collation(samples, lambda row: self._name(indices[row]))
+            return self._collation(samples, lambda row: self._errors.name(indices[row]))
         with self._collation.on_host():
+            images = self._rows.encoded() if encoded else None
+            if images is not None:
+                return images.finish_encoded_batch(batch)
             try:
                 return self._rows.finish_batch(batch)
             except Exception as error:
-                tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices[row]))
+                samples = self._samples_of(batch, indices)
+                tell_mismatch(error, samples, lambda row: self._errors.name(indices[row]))
                 raise
 
-    def _samples(self, batch: Any, indices: list[Any]) -> list[Any]:
+    def _samples_of(self, batch: Any, indices: list[Any]) -> list[Any]:
         return [self._rows.sample(batch, row) for row in range(len(indices))]
 
+    # --- what a process reports, and its end
 
-class EncodedRowBatches(_Batches):
-    """Batches with `EncodedImages` in place of pixels.
+    def state(self) -> dict[str, Any] | None:
+        return self._stream if self._streamed else dataset_state(self._dataset, None)
 
-    Args:
-        rows, encoded: the same dataset, in both of its roles.
-        collation, seeds, allocate: as for `RowBatches`.
-    """
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        bad, self._errors.bad = self._errors.bad, []
+        if images := take_by_libjpeg():
+            self.counters.add("decode.by_libjpeg", images)
+        return self.counters.drain(), bad
 
-    def __init__(
-        self,
-        rows: View,
-        encoded: EncodedRows,
-        collation: Collation,
-        seeds: SampleSeeds | None,
-        allocate: Allocate,
-    ) -> None:
-        super().__init__(rows, collation, seeds, allocate)
-        self._encoded = encoded
+    def flush_cache(self) -> None:
+        for dataset in self._datasets:
+            if isinstance(dataset, CacheFilling):
+                dataset.flush_cache()
 
-    def new_batch(self, n: int) -> Any:
-        """An empty batch of `n` rows.
+    def close_cache(self) -> None:
+        self._close_threads()
+        for dataset in self._datasets:
+            if isinstance(dataset, CacheFilling):
+                dataset.close_cache()
 
-        Raises:
-            ArgumentError: the dataset's transform, which may have changed, needs pixels.
-        """
-        why = self._encoded.why_not_encoded()
-        if why is not None:
-            raise ArgumentError(f"decode= of the loader does not work here: {why}")
-        return self._encoded.new_encoded_batch(n, self._allocate)
+    def end_iteration(self) -> None:
+        self._close_threads()
+        self._streams.close()
 
-    def finish(self, batch: Any, indices: list[Any]) -> Any:
-        with self._collation.on_host():
-            return self._encoded.finish_encoded_batch(batch)
+    def _close_threads(self) -> None:
+        if self._threads is not None:
+            self._threads.close()

@@ -15,14 +15,15 @@ from torch.utils.data import IterableDataset
 from fastload.datasets.protocols import Allocate
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import limit_payloads
+from fastload.workers.batch import open_source
 from fastload.workers.collate import note_sample
-from fastload.workers.executor import Arrival
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
 from fastload.workers.sample_threads import GeneratorStates
-from fastload.workers.sources import StreamOver, TakeNext, open_source
+from fastload.workers.sources import StreamOver
+from fastload.workers.workers import Arrival, Workers
 
 
-class InlineExecutor:
+class ThisProcess(Workers):
     """Batches that this process makes, one when one is asked for. What is submitted is read ahead.
 
     Args:
@@ -49,14 +50,8 @@ class InlineExecutor:
             # A payload on its way is here and twice in the client process: measured 1.9 times its bytes.
             limit_payloads(self, setup.memory_limit.share // 4)
 
-    @property
-    def processes(self) -> list[Any]:
-        return []
-
-    def start_epoch(
-        self, first: int, seed: int, epoch: int, *, streamed: bool, shared_seed: int | None
-    ) -> None:
-        self._source.start_epoch(EpochStart(first, seed, epoch, streamed, shared_seed))
+    def begin(self, start: EpochStart) -> None:
+        self._source.start_epoch(start)
 
     def leave_out(self, samples: frozenset[int]) -> None:
         self._source.leave_out(samples)
@@ -121,12 +116,10 @@ class InlineExecutor:
 
     def _make(self, work: Work) -> Arrival:
         arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
-        streamed = isinstance(work.index, TakeNext)
         if arrival.failure is None:
             try:
-                index, arrival.after = self._source.take(work.index)
                 with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
-                    batch = self._source.make_batch(index, encoded=work.encoded)
+                    batch = self._source.make_batch(work.index, encoded=work.encoded)
                 arrival.load = lambda: batch
                 arrival.witness = self._source.witness
             except StreamOver:
@@ -134,32 +127,13 @@ class InlineExecutor:
             except Exception as error:
                 note_sample(error)
                 arrival.failure = error
-        if not streamed:
-            arrival.after = copy.deepcopy(self._source.state())
+        arrival.after = copy.deepcopy(self._source.state())
         return arrival
-
-    def arrived(self) -> list[Arrival]:
-        return []
-
-    def consume(self, worker_id: int) -> None:
-        pass
-
-    def discard(self, arrival: Arrival) -> None:
-        pass
-
-    def finish(self, worker_id: int) -> None:
-        pass
 
     def end_work(self) -> None:
         self._last_known = True
         if not self._work:
             self._source.flush_cache()  # a dataset that is not read ahead shows its last batch only now
-
-    def allow_ahead(self, batches: int) -> None:
-        pass  # a batch is made when it is asked for
-
-    def grow(self) -> None:
-        raise NotImplementedError("this process is the only one")
 
     def take_up(self, position: dict[str, Any] | None) -> Any:
         self._source.resume(position)
@@ -168,9 +142,6 @@ class InlineExecutor:
     def interrupted(self) -> list[int]:
         lost, self._lost = self._lost, []
         return lost
-
-    def check_open(self) -> None:
-        pass
 
     def close(self) -> None:
         if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them

@@ -1,6 +1,7 @@
-"""The source of a process's batches: a map-style dataset, by index or as streams; or an iterable dataset.
+"""What batches are made of beside a map-style dataset: streams of shards, and iterable datasets.
 
-A user's own dataset may have a state, which is that of the process that reads it: a worker, or the trainer.
+`batch.BatchMaker` makes the batches of map-style datasets. A dataset of the user's may have a state, which is
+that of the process that reads it: a worker, or the trainer.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, graph_settings
+from torch.utils.data import graph_settings
 
-from fastload.datasets.protocols import Allocate, SampleStream
-from fastload.datasets.wrappers import view_of
-from fastload.images.kernel import take_by_libjpeg
+from fastload.datasets.protocols import SampleStream
+from fastload.datasets.wrappers import fastload_datasets, inner_datasets, view_of
+from fastload.metrics.counters import Counters
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.order import is_stateful
-from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.protocol import EpochStart, WorkerSetup
 from fastload.workers.witness import Witness
 
@@ -136,54 +136,52 @@ class StreamReader:
 
 
 class BatchSource:
-    """Makes the batches of one process. What a kind of dataset does not need, it leaves out."""
+    """Makes the batches of one process. The methods that need not be written do nothing.
+
+    Attributes:
+        witness: of the batch that was made last; None where the samples have no index.
+    """
+
+    witness: Witness | None = None
 
     def start_epoch(self, start: EpochStart) -> None:
-        """An epoch begins. Work of the one before was cancelled."""
+        """Begin an epoch. Work of the one before was cancelled."""
+        raise NotImplementedError
+
+    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+        """Make the collated batch.
+
+        Raises:
+            StreamOver: an iterable dataset or the stream has no more.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the state of a stateful dataset, or of the stream after its last batch; None without one."""
+        raise NotImplementedError
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        """Return (counters, bad samples) since the last call."""
+        raise NotImplementedError
 
     def prefetch(self, index: Any) -> None:
-        """Start reading an index batch that will be asked for after those announced before."""
+        """Start reading an index batch that will be asked for after those announced before.
+
+        Raises:
+            Exception: any that the dataset raises; then none of the batch is announced.
+        """
 
     def cancel(self, index: Any) -> None:
-        """An announced index batch will not be asked for."""
+        """Forget an announced index batch. One that could not be announced is ignored."""
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """From now on, these samples replace no bad ones."""
+        """Let these samples replace no bad ones from now on."""
 
     def resume(self, position: dict[str, Any] | None) -> None:
         """Move an iterable dataset to a saved position, see `dataset_state`; None: to its beginning."""
 
-    def take(self, index: Any) -> tuple[Any, Any]:
-        """(index batch, state of its stream); the latter is None for an index that is not of a stream.
-
-        Raises:
-            StreamOver: the stream has no more.
-        """
-        return index, None
-
-    def make_batch(self, index: Any, *, encoded: bool) -> Any:
-        """The collated batch.
-
-        Raises:
-            StreamOver: an iterable dataset has no more.
-        """
-        raise NotImplementedError
-
-    @property
-    def witness(self) -> Witness | None:
-        """Of the batch that was made last; None where the samples have no index."""
-        return None
-
-    def state(self) -> dict[str, Any] | None:
-        """The state of a stateful dataset; None for others."""
-        raise NotImplementedError
-
-    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        """(counters, bad samples) since the last call."""
-        raise NotImplementedError
-
     def flush_cache(self) -> None:
-        """Wait until the cache has this epoch's records."""
+        """Wait until the cache has this epoch's records: the next epoch finds them there."""
 
     def close_cache(self) -> None:
         """At the end of this process: write out the queued records."""
@@ -192,73 +190,23 @@ class BatchSource:
         """In the trainer's process: stop reading ahead for streams, and end the threads that make samples."""
 
 
-class IndexedSource(BatchSource):
-    """A map-style dataset."""
+class BatchCounters(Counters):
+    """The counters of a process that makes batches, with those of its dataset and of the inner datasets."""
 
-    def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
-        self._dataset = setup.dataset
-        self._maker = BatchMaker(
-            setup.dataset,
-            collate_fn=setup.collate_fn,
-            auto_collation=setup.auto_collation,
-            on_error=setup.on_error,
-            seeded=setup.seeded,
-            allocate=allocate,
-            threads=setup.threads,
-            shares=setup.num_workers == 0,
-            logged=setup.logged,
-        )
-        self._streams = StreamReader(
-            setup.dataset,
-            auto_collation=setup.auto_collation,
-            drop_last=setup.drop_last,
-            cancel=self._maker.cancel,
-        )
+    def __init__(self, dataset: Any, *, threaded: bool = False) -> None:
+        sources = fastload_datasets(dataset)
+        # A dataset has the counters of its cache only where it prefetches.
+        sources += [getattr(source, "cache", None) for source in sources]
+        found = [getattr(source, "counters", None) for source in sources]
+        super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
+        self._alone = not threaded and any(one.asks is not None for one in inner_datasets(dataset))
 
-    def start_epoch(self, start: EpochStart) -> None:
-        self._streams.start_epoch(streamed=start.streamed)
-        self._maker.start_epoch(start.seed, start.epoch, indexed=not start.streamed)
-        self._maker.leave_out(start.left_out)
-
-    def leave_out(self, samples: frozenset[int]) -> None:
-        self._maker.leave_out(samples)
-
-    def prefetch(self, index: Any) -> None:
-        if not isinstance(index, TakeNext):
-            self._maker.prefetch(index)
-
-    def cancel(self, index: Any) -> None:
-        if not isinstance(index, TakeNext):
-            self._maker.cancel(index)
-
-    def take(self, index: Any) -> tuple[Any, Any]:
-        return self._streams.take(index) if isinstance(index, TakeNext) else (index, None)
-
-    def make_batch(self, index: Any, *, encoded: bool) -> Any:
-        return self._maker.make_batch(index, encoded=encoded)
-
-    @property
-    def witness(self) -> Witness | None:
-        return self._maker.witness
-
-    def state(self) -> dict[str, Any] | None:
-        return dataset_state(self._dataset, self._maker)
-
-    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        bad, self._maker.bad = self._maker.bad, []
-        if images := take_by_libjpeg():
-            self._maker.counters.add("decode.by_libjpeg", images)
-        return self._maker.counters.drain(), bad
-
-    def flush_cache(self) -> None:
-        self._maker.flush_cache()
-
-    def close_cache(self) -> None:
-        self._maker.close_cache()
-
-    def end_iteration(self) -> None:
-        self._maker.close_threads()
-        self._streams.close()
+    def made_batch(self, samples: int) -> None:
+        """Count a batch of this number of samples."""
+        self.add("collate.batches")
+        self.add("collate.samples", samples)
+        if self._alone:
+            self.add("get.alone", samples)
 
 
 class IterableSource(BatchSource):
@@ -299,10 +247,3 @@ class IterableSource(BatchSource):
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
         return self._counters.drain(), []
-
-
-def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
-    """The source for the dataset of `setup`; `allocate` gives the memory for batches."""
-    if isinstance(setup.dataset, IterableDataset):
-        return IterableSource(setup)
-    return IndexedSource(setup, allocate)

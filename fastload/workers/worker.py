@@ -23,11 +23,12 @@ import torch
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
+from fastload.workers.batch import open_source
 from fastload.workers.collate import collate_into
 from fastload.workers.memory_limit import WorkerMemory
 from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
-from fastload.workers.sources import BatchSource, StreamOver, TakeNext, load_dataset, open_source
+from fastload.workers.sources import BatchSource, StreamOver, load_dataset
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -240,12 +241,11 @@ class _Worker:
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
         before = after = witness = None
-        source, streamed = self.source, isinstance(work.index, TakeNext)
+        source = self.source
         if failure is None and source is not None:
             try:
                 before = source.state() if self._fresh else None
-                index, after = source.take(work.index)
-                batch = source.make_batch(index, encoded=work.encoded)
+                batch = source.make_batch(work.index, encoded=work.encoded)
                 if self._last_known and not self._work:
                     self._flush_cache()
                 with self._counters.timed("collate"):
@@ -260,8 +260,7 @@ class _Worker:
             except Exception as error:
                 self._slots.abandon()
                 failure = Failure.of(error)
-            if not streamed:
-                after = source.state()
+            after = source.state()
         self._fresh = False
         self._made += not exhausted
         counters, bad = ({}, []) if source is None else source.drain()

@@ -26,7 +26,7 @@ import xxhash
 
 import fastload
 from fastload import Cache, DataLoader, open_store
-from fastload.cache import pull, push
+from fastload.cache.exchange import pull, push
 from fastload.cache.packs import Pack, tail_size
 from fastload.store import Store
 from tests.bucketdata import Bucket
@@ -142,7 +142,7 @@ def publish_half(place: Place, path: Path) -> None:
             dataset[index]
         assert cache.flush(PATIENCE)
         dataset.close()
-        push.push(cache, place.store())
+        push(cache, place.store())
 
 
 def check_packs(place: Place) -> int:
@@ -188,7 +188,7 @@ def kill_and_train_again(
         report = cache.check()
         assert report.ok and report.entries == COUNT and not report.foreign_files, report
     with contextlib.closing(Cache(path / "third", "raw")) as cache:
-        assert pull.pull(cache, place.store()).records == COUNT, "all is published"
+        assert pull(cache, place.store()).records == COUNT, "all is published"
 
 
 def kill_for(rounds: int, place: Place, path: Path, seed: int) -> None:

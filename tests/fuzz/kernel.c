@@ -135,8 +135,9 @@ static void compare_rows(uint64_t max_pixels) {
             const Target target = {pixels[indexed], SIDE, SIDE * SIDE};
             const IndexRoom room = {indexed ? NULL : made, index.size};
             const uint8_t *from = indexed ? exact : data;
-            if (!jpeg_crop_resize(from, indexed ? index.size + size : size, &limits, box, SIDE, SIDE, true, false, target, room,
-                                  &scratch, message))
+            const Cut cut = {&(Law){GIVEN_BOX}, box, false, 0};
+            if (!jpeg_crop_resize(from, indexed ? index.size + size : size, &limits, &cut, SIDE, SIDE, true, target, room, &scratch,
+                                  message))
                 die("a file with an index is refused");
         }
         scratch_free(&scratch);
@@ -179,8 +180,10 @@ static bool attempt(uint64_t max_pixels, char *message, uint8_t *out) {
     const Target target = {exact, last ? 3 * out_width : out_width, last ? 1 : (ptrdiff_t)out_width * out_height};
     Scratch scratch;
     memset(&scratch, 0, sizeof scratch);
-    const bool done = jpeg_crop_resize(data, size, &limits, box, out_width, out_height, draw(2), draw(2), target,
-                                       (IndexRoom){NULL, 0}, &scratch, message);
+    const bool clamp = draw(2);
+    const Cut cut = {&(Law){GIVEN_BOX}, box, draw(2), 0};
+    const bool done = jpeg_crop_resize(data, size, &limits, &cut, out_width, out_height, clamp, target, (IndexRoom){NULL, 0},
+                                       &scratch, message);
     scratch_free(&scratch);
     memcpy(out, exact, attempted = (size_t)out_width * out_height * 3);
     free(exact);

@@ -31,7 +31,7 @@ def test_slots_are_registered_and_copied_without_a_detour() -> None:
     loader = DataLoader(Numbers(64, big), batch_size=8, num_workers=2, device="cuda")
     iterator = iter(loader)
     assert ids(next(iterator)) == list(range(8))
-    workers = iterator._executor.pool._workers
+    workers = iterator._engine._workers
     slots = [torch.from_numpy(slot) for worker in workers for slot in worker.slots._memory.values()]
     assert slots and all(slot.is_pinned() for slot in slots)
     assert "copy.unregistered" not in loader.stats()["counters"]

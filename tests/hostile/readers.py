@@ -25,7 +25,7 @@ import xxhash
 
 import fastload
 from fastload.cache import packs as packs_module
-from fastload.cache.pull import pull
+from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
 from fastload.formats.compression import zstd
@@ -36,7 +36,7 @@ from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.images import heif
 from fastload.images.dct import to_dct
 from fastload.order.state import read_state
-from fastload.store.translate import StoreLocation
+from fastload.store.failures import StoreLocation
 from fastload.trace.recipe import restore
 from tests.hostile.oracle import MAX_INFLATED
 from tests.photos import pillow_jpeg, png, scene

@@ -26,6 +26,7 @@ from fastload.datasets import composed
 from fastload.formats.tar import TarWriter
 from fastload.order.mixing import Mixing, in_units
 from fastload.workers.batch import BatchMaker
+from fastload.workers.protocol import EpochStart
 from tests.museum.training import SAMPLES, Numbered
 from tests.photos import pillow_jpeg, scene
 
@@ -211,8 +212,9 @@ def _told(epoch_of: Any) -> Iterator[None]:
     """Those who make batches are told what `epoch_of(maker, seed, epoch)` gives as their seed and epoch."""
     told = BatchMaker.start_epoch
 
-    def start_epoch(self: Any, seed: int, epoch: int, **options: Any) -> None:
-        told(self, *epoch_of(self, seed, epoch), **options)
+    def start_epoch(self: Any, start: EpochStart) -> None:
+        seed, epoch = epoch_of(self, start.seed, start.epoch)
+        told(self, start._replace(seed=seed, epoch=epoch))
 
     BatchMaker.start_epoch = start_epoch  # type: ignore[method-assign]
     try:

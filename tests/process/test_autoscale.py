@@ -20,7 +20,7 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.errors import WorkerError
 from fastload.metrics.counters import Counters
 from fastload.workers.autoscale import Autoscaler, ceiling
-from fastload.workers.pool import WorkerPool
+from fastload.workers.processes import WorkerProcesses
 from tests.loaderdata import Numbers, Stream
 from tests.patience import wait_until
 from tests.photos import pillow_jpeg, scene
@@ -305,13 +305,15 @@ def test_workers_that_were_wanted_too_late_for_an_epoch(monkeypatch: pytest.Monk
 def test_interrupted_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch that was about to be handed over is the first one of the run that resumes."""
 
-    def interrupt(pool: WorkerPool) -> None:
+    def interrupt(workers: WorkerProcesses, number: int, ahead: int) -> None:
+        if number < 2:
+            return
         raise KeyboardInterrupt
 
     loader = auto(Numbers(40), 2, [1, 2], monkeypatch)
     seen = []
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(WorkerPool, "grow", interrupt)
+        patched.setattr(WorkerProcesses, "scale", interrupt)
         for batch in loader:
             seen += batch.tolist()
     other: DataLoader[Any] = DataLoader(Numbers(40), 2)

@@ -28,13 +28,13 @@ from fastload import (
     TFRecordDataset,
     cached,
 )
-from fastload.cache import disk
-from fastload.cache.disk import memory_for_pages
+from fastload.cache.maintenance import measure_disk
 from fastload.cli.demo.photos import make_dataset
 from fastload.datasets.cache_choice import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.jpeg_records import ROWS_MAGIC, is_dct
 from fastload.images import dct
+from fastload.metrics.machine import memory_for_pages
 from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import FEATURES, jpeg, shard
@@ -455,7 +455,7 @@ def test_without_the_kernel_auto_is_raw_and_dct_an_error(
 
 
 def test_disk_measurement_leaves_nothing(tmp_path: Path) -> None:
-    assert min(disk.measure_disk(tmp_path / "new")) > 0
+    assert min(measure_disk(tmp_path / "new")) > 0
     assert list((tmp_path / "new").iterdir()) == []
 
 

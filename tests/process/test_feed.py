@@ -18,7 +18,7 @@ import fastload.gpu.transfer
 import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.gpu.cuda import Cpu, Cuda
+from fastload.gpu.cuda import Cuda, Device
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slot_memory as memory
@@ -302,7 +302,7 @@ def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
     if pid == 0:
         try:
             iterator._device.close()  # FakeCuda raises in any other process
-            iterator._executor.pool._workers.clear()
+            iterator._engine._workers.clear()
             del iterator, loader
             os._exit(0)
         except BaseException:
@@ -382,4 +382,4 @@ def test_the_arguments_are_kept_as_attributes() -> None:
 
 def test_the_cpu_copies_nothing() -> None:
     tensor = torch.arange(3)
-    assert Cpu().copy(tensor) is tensor
+    assert Device().copy(tensor) is tensor

@@ -350,7 +350,7 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
     iterator = iter(DataLoader(RowShards([8, 8]), batch_size=4))
     next(iterator)
     pool = ReadPool(1, Counters())
-    source = iterator._executor._source
+    source = iterator._engine._source
     close, source.end_iteration = source.end_iteration, pool.close
     locked, over = threading.Event(), threading.Event()
 

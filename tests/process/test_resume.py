@@ -25,7 +25,7 @@ import fastload
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.position import Progress
-from fastload.workers.pool import WorkerPool
+from fastload.workers.slots import SlotMap
 from tests.patience import wait_until
 
 pytestmark = [
@@ -505,13 +505,14 @@ def test_interrupted_while_a_batch_is_handed_over(
     """Ctrl-C, or a handler of SIGTERM that raises: who resumes gets the batch. An error is behind us."""
     transform = at_the_third_call(as_is, error) if where == "batch_transform" else None
     if where == "unpack":
-        monkeypatch.setattr(WorkerPool, "unpack", at_the_third_call(WorkerPool.unpack, error))
+        monkeypatch.setattr(SlotMap, "unpack", at_the_third_call(SlotMap.unpack, error))
     if where == "pin_memory":
         pinned = at_the_third_call(lambda batch, device: batch, error)
         monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pinned)
     run = loader(num_workers=2, batch_transform=transform)
     iterator = iter(run)
-    iterator._pin_memory = where == "pin_memory"
+    if where == "pin_memory":
+        iterator._delivery._pin = lambda batch: pinned(batch, "")
     seen = list(itertools.islice(iterator, 2))
     with pytest.raises(error):
         next(iterator)

@@ -462,7 +462,7 @@ def test_a_worker_killed_from_outside() -> None:
 
 
 def test_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
     dataset = RowShards(LENGTHS, take_deed=Deed(1 << 32 | 3, "sleep", 60))
     with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
         list(fastload.DataLoader(dataset, num_workers=1, timeout=1))

@@ -262,7 +262,7 @@ def test_a_death_is_reported_without_end_of_file(no_end_of_file: None) -> None:
 def test_death_with_guards_removed_is_not_reported(
     no_end_of_file: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
     with monkeypatch.context() as patch:
         patch.setattr("multiprocessing.process.BaseProcess.is_alive", lambda self: True)
         with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
@@ -282,7 +282,7 @@ def test_persistent_workers_start_again_after_a_death() -> None:
 def test_timeout_and_then_again() -> None:
     loader = DataLoader(Numbers(4, At(1, "sleep", 60)), num_workers=1, timeout=0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
+        patch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
             list(loader)
@@ -395,7 +395,7 @@ def test_a_slow_consumer_keeps_memory_bounded() -> None:
     iterator = iter(DataLoader(Numbers(200, picture), batch_size=4, num_workers=2, prefetch_factor=2))
     for _ in range(3):
         next(iterator)
-    pool = iterator._executor.pool
+    pool = iterator._engine
     for _ in range(50):  # as long as workers still send, they would show it
         pool._poll(0.01)
     made = sum(worker.consumed for worker in pool._workers) + 4
@@ -571,7 +571,7 @@ def test_persistent_workers_end_with_their_loader() -> None:
 
 def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a notebook: the next epoch works, with persistent workers too."""
-    monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
     nap = Numbers(4, At(2, "sleep", 60))
     loader = DataLoader(nap, num_workers=1, persistent_workers=True)
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -692,7 +692,7 @@ def test_a_fork_of_the_user_while_a_loader_lives() -> None:
 
 def _slots_of(iterator: Any) -> set[int]:
     """Those that the trainer has mapped, of its only worker."""
-    return set(iterator._executor.pool._workers[0].slots._memory)
+    return set(iterator._engine._workers[0].slots._memory)
 
 
 def test_batch_that_a_forked_child_sees_does_not_change() -> None:

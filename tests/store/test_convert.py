@@ -471,7 +471,7 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     from fastload.store import object_store as native
 
     monkeypatch.setattr(native, "_WRITER", native._CONTACT)
-    monkeypatch.setattr("fastload.store.retry.READ", fastload.store.retry.Policy(budget=1))
+    monkeypatch.setattr("fastload.store.failures.READ_POLICY", fastload.store.failures.RetryPolicy(budget=1))
     (tmp_path / "out").mkdir()
     with serve_s3(tmp_path) as server:
         pairs = [f"{name}={value}" for name, value in server.options.items()]

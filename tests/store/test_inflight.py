@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ObjectDataset
-from fastload.cache import inflight as claims
-from fastload.cache.inflight import InflightLocks
+from fastload.cache import writer
+from fastload.cache.writer import InflightLocks
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.datasets.warm import Warmed
@@ -103,7 +103,7 @@ def test_file_system_without_locks_grants_all(root: int, monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(claims.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(writer.fcntl, "fcntl", refuse)
     ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.lock(key(1)) and theirs.lock(key(1))
     ours.close()

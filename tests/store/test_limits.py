@@ -21,8 +21,8 @@ import torch
 
 from fastload import DataLoader, ObjectDataset
 from fastload.errors import ArgumentError, LimitError
-from fastload.store import limited_together, open_store
-from fastload.store.allowance import Allowance, Limits
+from fastload.store import open_store, with_budget
+from fastload.store.budget import Limits, RequestBudget
 from tests.faultserver import Fault, FaultServer
 from tests.patience import wait_until
 
@@ -154,24 +154,24 @@ def test_read_of_unknown_size_under_max_egress_asks_for_the_size_first(server: F
 
 
 def test_threads_never_pass_the_limit() -> None:
-    allowance = Allowance(Limits(500, None))
+    budget = RequestBudget(Limits(500, None))
 
     def ask(_: int) -> bool:
         try:
-            allowance.reserve("key", 1)
+            budget.reserve("key", 1)
         except LimitError:
             return False
         return True
 
     with ThreadPoolExecutor(16) as threads:
         assert sum(threads.map(ask, range(2000))) == 500
-    assert allowance.used() == (500, 500)
+    assert budget.used() == (500, 500)
 
 
-def ask_until_refused(allowance: Allowance, made: Any) -> None:
+def ask_until_refused(budget: RequestBudget, made: Any) -> None:
     while True:
         try:
-            allowance.reserve("key", 0)
+            budget.reserve("key", 0)
         except LimitError:
             return
         with made.get_lock():
@@ -181,68 +181,74 @@ def ask_until_refused(allowance: Allowance, made: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_never_pass_the_limit(method: str) -> None:
     context: Any = multiprocessing.get_context(method)
-    allowance, made = Allowance(Limits(3000, None)), context.Value("i", 0)
-    processes = [context.Process(target=ask_until_refused, args=(allowance, made)) for _ in range(3)]
+    budget, made = RequestBudget(Limits(3000, None)), context.Value("i", 0)
+    processes = [context.Process(target=ask_until_refused, args=(budget, made)) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-    assert made.value == 3000 and allowance.used() == (3000, 0)
+    assert made.value == 3000 and budget.used() == (3000, 0)
 
 
-def ask_often(allowance: Allowance) -> None:
+def ask_often(budget: RequestBudget) -> None:
     for _ in range(100_000):
-        allowance.reserve("key", 0)
+        budget.reserve("key", 0)
 
 
 def test_numbers_read_while_another_process_counts_never_fall() -> None:
-    allowance, before = Allowance(Limits()), 0
-    process = multiprocessing.get_context("fork").Process(target=ask_often, args=(allowance,))
+    budget, before = RequestBudget(Limits()), 0
+    process = multiprocessing.get_context("fork").Process(target=ask_often, args=(budget,))
     process.start()
     while process.is_alive():
-        now = allowance.asked().gets
+        now = budget.spent().gets
         assert now >= before
         before = now
     process.join(60)
-    assert allowance.asked().gets == 100_000
+    assert budget.spent().gets == 100_000
 
 
-def hold(allowance: Allowance, held: Any) -> None:
-    with allowance._locked():
+def hold(budget: RequestBudget, held: Any) -> None:
+    with budget._locked():
         held.set()
         signal.pause()
 
 
 def test_process_killed_with_the_lock_stops_nobody() -> None:
     context = multiprocessing.get_context("fork")
-    allowance, held = Allowance(Limits(5, None)), context.Event()
-    process = context.Process(target=hold, args=(allowance, held))
+    budget, held = RequestBudget(Limits(5, None)), context.Event()
+    process = context.Process(target=hold, args=(budget, held))
     process.start()
     assert held.wait(30) and process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(30)
-    allowance.reserve("key", 0)
-    assert allowance.used() == (1, 0)
+    budget.reserve("key", 0)
+    assert budget.used() == (1, 0)
 
 
 def test_copy_shares_the_limit_and_a_pickle_goes_on_from_it() -> None:
-    allowance = Allowance(Limits(3, None))
-    copy.deepcopy(allowance).reserve("key", 7)
-    other = pickle.loads(pickle.dumps(allowance))
+    budget = RequestBudget(Limits(3, None))
+    copy.deepcopy(budget).reserve("key", 7)
+    other = pickle.loads(pickle.dumps(budget))
     other.reserve("key", 1)
-    assert allowance.used() == (1, 7) and other.used() == (2, 8)
+    assert budget.used() == (1, 7) and other.used() == (2, 8)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), "many", "-1", True, [5]])
-def test_max_gets_that_is_no_whole_number_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="storage option max_gets must be a whole number >= 1, found"):
-        open_store("s3://bucket", key="k", secret="s", max_gets=value)
+NO_NUMBER = "storage option max_gets must be a whole number >= 1, found"
+NO_SIZE = r'storage option max_egress=.*give bytes .* such as "500GB"'
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400])
-def test_max_egress_that_is_no_size_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'storage option max_egress=.*give bytes .* such as "500GB"'):
-        open_store("s3://bucket", key="k", secret="s", max_egress=value)
+@pytest.mark.parametrize(
+    ("name", "words", "values"),
+    [
+        ("max_gets", NO_NUMBER, [0, -1, 1.5, float("nan"), "many", "-1", True, [5]]),
+        ("max_egress", NO_SIZE, [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400]),
+        ("budget", "budget must be a RequestBudget, found", [5, {"max_gets": 5}]),
+    ],
+)
+def test_wrong_limits_are_refused(name: str, words: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ArgumentError, match=words):
+            open_store("s3://bucket", key="k", secret="s", **{name: value})
 
 
 def test_hedged_reads_count(server: FaultServer) -> None:
@@ -269,7 +275,7 @@ def test_request_repeated_after_its_client_process_was_killed_counts_again(serve
 
 
 def test_dataset_that_opens_two_stores_has_one_limit(server: FaultServer) -> None:
-    both = limited_together({**server.options, "max_gets": 3})
+    both = with_budget({**server.options, "max_gets": 3})
     first, second = open_store("s3://bucket", **both), open_store("s3://bucket", **both)
     first.read("000.bin"), second.read("001.bin"), first.read("002.bin")
     with pytest.raises(LimitError):

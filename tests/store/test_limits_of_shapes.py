@@ -63,7 +63,7 @@ def check(shape: Callable[..., Any], server: FaultServer, cache: Path, workers: 
     opening = asked(server)
     assert Counter(shapes.flat(shapes.samples(shapes.loader_of(dataset, 0)))) == WANTED
     epoch = asked(server)
-    counted = dataset.allowance.asked()
+    counted = dataset.budget.spent()
     assert counted.gets + counted.heads == opening + epoch, "each request is counted once"
 
     limit = opening + max(1, int(part * (epoch - 1)))

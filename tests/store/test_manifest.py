@@ -24,6 +24,7 @@ from fastload.cli.demo.s3_server import serve_s3
 from fastload.errors import NotFoundError
 from fastload.store import listing, open_store
 from fastload.store.base import ObjectInfo, Page, Store
+from fastload.store.listing import ListingQuery, Selection, list_objects
 from fastload.store.manifest import Manifest
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
@@ -46,7 +47,7 @@ FILES = {
 def opened(
     store: Store, *, directory: Path | None = None, max_age: float | str = "1d", **asked: Any
 ) -> Manifest:
-    return Listings(directory, max_age).open(store, **asked)
+    return Listings(directory, max_age).open(store, ListingQuery(**asked))
 
 
 class Listed(Store):
@@ -98,7 +99,7 @@ def _as_torchvision(root: Path) -> list[tuple[str, int]]:
 
 def test_all_objects_in_key_order(tree: Path) -> None:
     store = open_store(tree)
-    manifest = Manifest.build(store)
+    manifest = list_objects(store)
     assert _keys(manifest) == sorted(FILES)
     assert len(manifest) == len(FILES)
     assert manifest.total_bytes == sum(map(len, FILES.values()))
@@ -109,13 +110,8 @@ def test_all_objects_in_key_order(tree: Path) -> None:
     assert str(tree) not in repr(manifest)
 
 
-def test_images_only(tree: Path) -> None:
-    manifest = Manifest.build(open_store(tree), images_only=True)
-    assert _keys(manifest) == sorted(key for key in FILES if not key.endswith((".txt", ".md")))
-
-
 def test_labels_and_order_are_those_of_torchvision(tree: Path) -> None:
-    manifest = Manifest.build(open_store(tree), labels=True)
+    manifest = list_objects(open_store(tree), ListingQuery(labels=True))
     assert manifest.classes == ["Dog", "cat", "cat-2", "dog"]
     assert manifest.labels is not None and manifest.labels.dtype == np.int64
     found = [(manifest.key(i), manifest.label(i)) for i in range(len(manifest))]
@@ -137,18 +133,17 @@ def test_any_tree_in_any_listing_order(seed: int, tmp_path: Path) -> None:
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_bytes(b"")
     shuffled = [sorted(keys)[i] for i in random.permutation(len(keys))]
-    manifest = Manifest.build(Listed(shuffled, page=7), labels=True)
+    manifest = list_objects(Listed(shuffled, page=7), ListingQuery(labels=True))
     assert [(manifest.key(i), manifest.label(i)) for i in range(len(manifest))] == _as_torchvision(tmp_path)
     assert [manifest.size(i) for i in range(len(manifest))] == [len(key) for key in _keys(manifest)]
     assert [manifest.version(i) for i in range(len(manifest))] == [f"v-{key}" for key in _keys(manifest)]
-    assert _keys(Manifest.build(Listed(shuffled, page=7))) == sorted(keys)
+    assert _keys(list_objects(Listed(shuffled, page=7))) == sorted(keys)
 
 
 @pytest.mark.parametrize(
     ("keys", "arguments", "words"),
     [
         ([], {}, "no objects there: check the prefix"),
-        (["a.txt"], {"images_only": True}, r"1 objects there, but none is an image.*\.webp"),
         (["a.jpg"], {"labels": True}, "no class directories"),
         (
             ["cat/1.jpg", "dog/1.txt", "elk/x/2.doc"],
@@ -159,13 +154,13 @@ def test_any_tree_in_any_listing_order(seed: int, tmp_path: Path) -> None:
 )
 def test_nothing_to_read_is_an_error_in_words(keys: list[str], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(NotFoundError, match=words) as caught:
-        Manifest.build(Listed(keys), **arguments)
+        list_objects(Listed(keys), ListingQuery(**arguments))
     assert "listed://x" in str(caught.value) and caught.value.stage == "list"
 
 
 def test_an_empty_directory_is_said_in_the_words_of_directories(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"this directory holds no files: check the path\n") as caught:
-        Manifest.build(open_store(tmp_path))
+        list_objects(open_store(tmp_path))
     assert "prefix" not in str(caught.value) and "upload" not in str(caught.value)
 
 
@@ -177,7 +172,7 @@ def test_a_saved_manifest_is_used_until_refreshed(tmp_path: Path) -> None:
     for _ in range(3):
         assert _keys(opened(store, directory=tmp_path / "kept")) == ["a.jpg", "b.txt"]
     assert store.listings == 1
-    assert _keys(opened(store, directory=tmp_path / "kept", images_only=True)) == ["a.jpg"]
+    assert _keys(opened(store, directory=tmp_path / "kept", selection=Selection(r".*\.jpg"))) == ["a.jpg"]
     assert store.listings == 2, "another selection is another manifest"
     store.keys.append("c.jpg")
     assert len(opened(store, directory=tmp_path / "kept")) == 2
@@ -256,7 +251,7 @@ def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
 
 
 def test_copies_and_pickles() -> None:
-    manifest = Manifest.build(Listed(["a", "b"]))
+    manifest = list_objects(Listed(["a", "b"]))
     assert copy.deepcopy(manifest) is manifest
     again = pickle.loads(pickle.dumps(manifest))
     assert _keys(again) == ["a", "b"] and again.version(1) == "v-b"
@@ -292,7 +287,7 @@ def test_a_million_keys(tmp_path: Path) -> None:
         if listed % 50_000 == 0:
             peak[0] = max(peak[0], psutil.Process().memory_info().rss - before)
 
-    Manifest.build(Million(1_000_000), progress=watch).save(tmp_path / "m")
+    list_objects(Million(1_000_000), progress=watch).save(tmp_path / "m")
     assert peak[0] < 3 * names
     code = (
         "import os, sys, time, psutil; from pathlib import Path\n"
@@ -323,12 +318,13 @@ import os, signal, sys, threading, time
 from fastload.errors import FastloadError
 from fastload.cache.listings import Listings
 from fastload.store import open_store
+from fastload.store.listing import ListingQuery
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
     options["client"] = sys.argv[4]
 def run(url="s3://bucket", **arguments):
     try:
-        manifest = Listings(None).open(open_store(url, **options), **arguments)
+        manifest = Listings(None).open(open_store(url, **options), ListingQuery(**arguments))
         print("listed", len(manifest), manifest.key(len(manifest) - 1))
     except FastloadError as error:
         print(type(error).__name__, str(error).replace(chr(10), " | "))

@@ -16,14 +16,13 @@ import pytest
 
 import fastload
 from fastload import Cache, DataLoader, open_store
-from fastload.cache.pull import pull
-from fastload.cache.push import push
+from fastload.cache.exchange import pull, push
 from fastload.cache.remote import close_all
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import NotFoundError
 from fastload.store import Store
-from fastload.store.one_pass import Answer, OnePass
+from fastload.store.workarounds import Answer, OnePass
 from tests.cachedata import fill
 from tests.faultserver import Fault, FaultServer
 

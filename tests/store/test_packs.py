@@ -19,14 +19,12 @@ import xxhash
 
 import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
-from fastload.cache import pull as pull_module
-from fastload.cache import push as push_module
+from fastload.cache import exchange
+from fastload.cache.exchange import pull, push
 from fastload.cache.packs import Pack, pack_name
-from fastload.cache.pull import pull
-from fastload.cache.push import push
 from fastload.cli.demo.photos import make_dataset
 from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
-from fastload.store import retry
+from fastload.store import failures
 from tests.bucketdata import Bucket
 from tests.cachedata import fill, flip, segments
 from tests.faultserver import Fault, FaultServer
@@ -42,9 +40,9 @@ MakeCache = Callable[..., Cache]
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of 33 records, and ranges of ten; beside a training, of four."""
-    monkeypatch.setattr(push_module, "PACK_BYTES", 33 * SIZE)
-    monkeypatch.setattr(pull_module, "ALONE", pull_module.Pace(8, 10 * SIZE))
-    monkeypatch.setattr(pull_module, "BESIDE_TRAINING", pull_module.Pace(3, 4 * SIZE))
+    monkeypatch.setattr(exchange, "PACK_BYTES", 33 * SIZE)
+    monkeypatch.setattr(exchange, "ALONE", exchange.Pace(8, 10 * SIZE))
+    monkeypatch.setattr(exchange, "BESIDE_TRAINING", exchange.Pace(3, 4 * SIZE))
 
 
 @pytest.fixture
@@ -95,7 +93,7 @@ def test_nodes_that_write_the_same_pack_at_once_need_no_conditional_writes(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes that both saw an empty URL: the later write has the name and the bytes of the earlier one."""
-    monkeypatch.setattr(push_module.random, "randrange", lambda stop: 0)
+    monkeypatch.setattr(exchange.random, "randrange", lambda stop: 0)
     content = fill(open_cache(), 30)
     fill(open_cache(tmp_path / "other"), 30)
     push(open_cache(), url_of(server))
@@ -253,7 +251,7 @@ def test_index_of_4_gb_is_not_read(server: FaultServer, open_cache: MakeCache) -
 def test_small_records_are_pushed_in_packs_whose_index_is_read(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(push_module, "MOST_RECORDS", 7)
+    monkeypatch.setattr(exchange, "MOST_RECORDS", 7)
     content = fill(open_cache(), 40)
     assert push(open_cache(), url_of(server)).packs >= 6
     assert max(map(len, packs(server).values())) == 7
@@ -342,8 +340,8 @@ def test_pull_leaves_out_what_training_has_brought_since_it_began(
 ) -> None:
     """A training brings every second record, while the first ranges are on their way."""
     size = 300 << 10  # larger than what is read in vain
-    monkeypatch.setattr(push_module, "PACK_BYTES", 40 * size)
-    monkeypatch.setattr(pull_module, "BESIDE_TRAINING", pull_module.Pace(3, 2 * size))
+    monkeypatch.setattr(exchange, "PACK_BYTES", 40 * size)
+    monkeypatch.setattr(exchange, "BESIDE_TRAINING", exchange.Pace(3, 2 * size))
     content = fill(open_cache(), 32, size)
     push(open_cache(), url_of(server))
     other, store = open_cache(tmp_path / "other"), url_of(server)
@@ -477,7 +475,7 @@ def test_pull_from_where_no_packs_are_says_so(
 def test_refused_write_is_the_stores_error(
     server: FaultServer, open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "CONTACT_SECONDS", 0.3)
+    monkeypatch.setattr(failures, "CONTACT_SECONDS", 0.3)
     fill(open_cache(), 5)
     store = url_of(server)
     list(store.list())
@@ -512,7 +510,7 @@ def test_second_node_trains_from_packs_without_a_get(bucket: Bucket, tmp_path: P
 
 
 SMALL = (
-    "import sys; from fastload.cache import pull, push; push.PACK_BYTES = pull.RANGE_BYTES = 400_000;"
+    "import sys; from fastload.cache import exchange; exchange.PACK_BYTES = 400_000;"
     "from fastload.cli.app import app; app(sys.argv[1:])"
 )
 

@@ -16,7 +16,7 @@ import fastload
 from fastload import ParquetDataset
 from fastload.errors import ObjectChangedError, StoreError
 from fastload.shards import reader
-from fastload.store import retry
+from fastload.store import failures
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.parquetdata import TOTAL, files, parquet, table
 from tests.sharddata import CROP, at_random, batches, closing, labels, loader_of, read, write
@@ -78,7 +78,7 @@ def test_row_groups_are_read_in_ranges_side_by_side(monkeypatch: pytest.MonkeyPa
 def test_store_that_fails_ends_the_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with FaultServer(files()) as server:
         data = bucket(server, FIELDS, transform=CROP)
-        monkeypatch.setattr(retry, "READ", retry.Policy(budget=0.5, first=0.05))
+        monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=0.5, first=0.05))
         server.script("part-003.parquet", Fault(status=500), repeat=True)
         with pytest.raises(StoreError, match="part-003"):
             read(data)

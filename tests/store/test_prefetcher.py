@@ -26,13 +26,13 @@ from fastload.fetch import threads
 from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.queues import Part, Read, ReaderQueues
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.images.kernel import active
 from fastload.metrics.counters import Counters
 from fastload.store.base import Reading
+from fastload.store.listing import list_objects
 from fastload.store.local import LocalStore
-from fastload.store.manifest import Manifest
 from tests.cachedata import segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
@@ -60,7 +60,7 @@ class RangedFiles(LocalStore):
 
 def files_of(folder: Path, kind: type[LocalStore] = LocalStore, **options: Any) -> ObjectSource:
     store = kind(folder.as_uri(), str(folder))
-    manifest = Manifest.build(store)
+    manifest = list_objects(store)
     return ObjectSource(store, manifest, key=key, **options)
 
 

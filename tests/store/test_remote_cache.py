@@ -27,8 +27,7 @@ import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import remote as remote_module
 from fastload.cache.directory import is_readonly
-from fastload.cache.pull import pull
-from fastload.cache.push import push
+from fastload.cache.exchange import pull, push
 from fastload.cache.remote import close_all, remote_of
 from fastload.errors import ArgumentError
 from tests.bucketdata import Bucket

@@ -88,8 +88,8 @@ def test_heads_and_reads_of_unknown_size_count(server: FaultServer) -> None:
     store = open_store("s3://bucket", **server.options)
     assert store.folders() == set() and store.head("001.bin").size == 1000
     store.read("002.bin"), store.read_range("003.bin", 10, 20)
-    assert store.allowance is not None
-    assert store.allowance.asked()._asdict() == {"gets": 2, "heads": 1, "lists": 1, "egress": 1010}
+    assert store.budget is not None
+    assert store.budget.spent()._asdict() == {"gets": 2, "heads": 1, "lists": 1, "egress": 1010}
     assert seen(server) == {"store.gets": 2, "store.heads": 1, "store.lists": 1}
 
 
@@ -116,8 +116,8 @@ def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultSer
     dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
     assert dataset[1] == 1
     other = pickle.loads(pickle.dumps(dataset))
-    assert other[2] == 2 and dataset.allowance is not None
-    assert (dataset.allowance.asked().gets, other.allowance.asked().gets) == (1, 2)
+    assert other[2] == 2 and dataset.budget is not None
+    assert (dataset.budget.spent().gets, other.budget.spent().gets) == (1, 2)
 
 
 OWN_PRICES = 'currency = "EUR"\nget = 1000\nlist = 1\negress = 1000\n'

@@ -19,7 +19,7 @@ from fastload.errors import (
     StoreError,
 )
 from fastload.images.rng import sample_seed
-from fastload.store import retry
+from fastload.store import failures
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import (
     CROP,
@@ -204,7 +204,7 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error(
 
 
 def test_store_that_is_down_is_an_error_with_the_shard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=0.5, first=0.05))
+    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=0.5, first=0.05))
     with FaultServer(shards(kind)) as server:
         data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
         server.script(f"part-003.{kind}", Fault(status=500), repeat=True)

@@ -9,7 +9,7 @@ import pytest
 from fastload.errors import NotFoundError, StoreError
 from fastload.store import Store, open_store
 from fastload.store.base import ObjectInfo
-from fastload.store.slash_keys import SlashKeys
+from fastload.store.workarounds import SlashKeys
 from tests.faultserver import LIST, FaultServer
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]

@@ -28,7 +28,7 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
-from fastload.store import ObjectInfo, Store, open_store, options, retry
+from fastload.store import ObjectInfo, Store, failures, open_store, options
 from fastload.store import object_store as native
 from fastload.store import s3fs as s3fs_store
 from tests.faultserver import LIST, Fault, FaultServer
@@ -54,7 +54,7 @@ def everything(store: Store) -> dict[str, ObjectInfo]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent server is left after seconds, and asked again at once."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=60, first=0.01, longest=0.5))
+    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=60, first=0.01, longest=0.5))
     client = {"connect_timeout": "3s", "read_timeout": "3s", "timeout": "30s"}
     few = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
     few["backoff"] = {
@@ -71,7 +71,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until it is enough."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.5))
+    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=1, first=0.01, longest=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -601,12 +601,12 @@ def test_other_places_have_other_identities(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_answered_once_is_waited_for_in_other_processes_too(tmp_path: Path) -> None:
-    from fastload.store.manifest import Manifest
+    from fastload.store.listing import list_objects
 
     (tmp_path / "a").touch()
     store = open_store(tmp_path)
     assert not store.reached
-    Manifest.build(store)
+    list_objects(store)
     assert pickle.loads(pickle.dumps(store)).reached
     for one in (
         open_store("s3://b", anon=True),

@@ -15,8 +15,8 @@ import pytest
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
 from fastload.fetch.limits import ConcurrencyLimiter, Hedging, ReadSettings, process_share
-from fastload.fetch.source import plan_ranges
-from fastload.store import open_store, retry
+from fastload.fetch.reads import plan_ranges
+from fastload.store import failures, open_store
 from tests.engine_cases import BAD, CASES, OBJECTS, SECRET
 from tests.patience import PATIENCE
 
@@ -169,16 +169,16 @@ def test_guard_removed_the_cases_above_would_fail(
 
 
 def test_pauses_are_drawn_from_the_whole_interval() -> None:
-    policy = retry.Policy(budget=60, first=0.2, longest=15)
-    assert [retry.pause_before(n, policy, lambda: 1.0) for n in (2, 3, 4, 20, 10_000)] == [
+    policy = failures.RetryPolicy(budget=60, first=0.2, longest=15)
+    assert [failures.pause_before(n, policy, lambda: 1.0) for n in (2, 3, 4, 20, 10_000)] == [
         0.2,
         0.4,
         0.8,
         15,
         15,
     ]
-    assert retry.pause_before(20, policy, lambda: 0.0) == 0
-    drawn = {retry.pause_before(20, policy) for _ in range(50)}
+    assert failures.pause_before(20, policy, lambda: 0.0) == 0
+    drawn = {failures.pause_before(20, policy) for _ in range(50)}
     assert len(drawn) == 50 and max(drawn) > 7.5 > min(drawn) >= 0
 
 
@@ -196,8 +196,10 @@ def _failing(error: StoreError, clock: list[float], *, renew: bool = False, reac
         clock[0] += seconds
 
     with pytest.raises(type(error)):
-        retry.retried(
-            attempt, lambda start: retry.Attempts(start, retry.READ, lambda _: renew, reached), wait
+        failures.retried(
+            attempt,
+            lambda start: failures.Attempts(start, failures.READ_POLICY, lambda _: renew, reached),
+            wait,
         )
     return made
 
@@ -209,7 +211,7 @@ def _with_retry(error: StoreError, how: str) -> StoreError:
 
 def test_the_budget_is_minutes_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(retry.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(failures.time, "monotonic", lambda: clock[0])
     error = _with_retry(StoreError("x", key="k"), "later")
     made = _failing(error, clock)
     assert 10 < made < 60 and 150 < clock[0] < 200

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import fastload
 from fastload.errors import ArgumentError, ObjectChangedError, StoreError
 from fastload.store import ObjectInfo, Store, open_store
-from fastload.store.manifest import Manifest
+from fastload.store.listing import list_objects
 from tests.faultserver import FaultServer
 from tests.patience import PATIENCE
 
@@ -330,7 +330,7 @@ def test_an_http_server_that_names_no_version_is_read_and_not_cached() -> None:
 def test_a_manifest_with_one_object_without_version_says_so(hub: type[Hub]) -> None:
     hub.repositories = {"": {"x": b"1", "y": b"2", "z": b"3"}}
     hub.fields = {"x": {"etag": "1"}, "z": {"etag": "3"}}
-    manifest = Manifest.build(open_store("hub://data"))
+    manifest = list_objects(open_store("hub://data"))
     assert manifest.unversioned == 1 and [manifest.version(i) for i in range(3)] == ["1", "", "3"]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from fastload.cli.demo.s3_server import S3Server, serve_s3
 from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
-from fastload.store import Store, open_store, retry
+from fastload.store import Store, failures, open_store
 from fastload.store import object_store as native
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
@@ -44,7 +44,7 @@ def faults() -> Iterator[FaultServer]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until writes give up."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=60, first=0.01, longest=0.3))
+    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=60, first=0.01, longest=0.3))
     few = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
     few["backoff"] = {
         "init_backoff": timedelta(milliseconds=5),
@@ -137,8 +137,8 @@ def test_faults_that_are_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, expected, words = REFUSED[name]
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.3))
-    monkeypatch.setattr(retry, "CONTACT_SECONDS", 1.0)
+    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=1, first=0.01, longest=0.3))
+    monkeypatch.setattr(failures, "CONTACT_SECONDS", 1.0)
     monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
     store = open_store("s3://bucket", **faults.options, **client)
     faults.script("key", fault, repeat=True)
@@ -156,7 +156,7 @@ def test_a_store_that_takes_nothing_is_soon_said(
 ) -> None:
     """With the patience of a real store, which what was written before would be waited for with."""
     monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
-    monkeypatch.setattr(retry, "CONTACT_SECONDS", 2)
+    monkeypatch.setattr(failures, "CONTACT_SECONDS", 2)
     faults.script("key", Fault(status=500), repeat=True)
     with pytest.raises(StoreError, match="key"):
         open_store("s3://bucket", **faults.options, **client).write("key", b"body")

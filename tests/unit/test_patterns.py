@@ -13,7 +13,7 @@ from fastload.formats.tar import sample_name
 from fastload.images.headers import jpeg_orientation
 from fastload.order.state import _CLASS
 from fastload.shards.urls import _INDEX_FILES, _KINDS, glob_pattern
-from fastload.store.translate import StoreLocation, as_bucket, redacted
+from fastload.store.failures import StoreLocation, as_bucket, redacted
 
 _LARGEST = 1 << 20
 _SECONDS = 60  # for all cases; a quadratic one takes an hour at the largest size

@@ -13,7 +13,7 @@ import pytest
 
 from fastload.errors import ArgumentError, NotFoundError, ObjectChangedError
 from fastload.store import Store, open_store
-from fastload.store.ranged_file import RangedFile
+from fastload.store.base import RangedFile
 
 BODY = np.random.default_rng(7).bytes(10_000)
 

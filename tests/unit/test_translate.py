@@ -7,8 +7,8 @@ import re
 import pytest
 
 from fastload.errors import AccessDeniedError, NotFoundError, ObjectChangedError, StoreError
-from fastload.store import translate as _translate
-from fastload.store.translate import StoreLocation
+from fastload.store import failures
+from fastload.store.failures import StoreLocation
 
 PLACE = StoreLocation("s3://bucket", bucket="bucket 'bucket'", endpoint="http://127.0.0.1:404")
 # What the statuses are: the class, and how asking again helps.
@@ -105,7 +105,7 @@ def test_guard_removed_a_number_or_a_name_is_a_status(guard: str, monkeypatch: p
         "_AMOUNT": GenericError("received 404 of 1000 bytes, connection reset"),
     }
     assert found(errors[guard])[0] is StoreError
-    monkeypatch.setattr(_translate, guard, re.compile("(?!)"))
+    monkeypatch.setattr(failures, guard, re.compile("(?!)"))
     assert found(errors[guard])[0] is NotFoundError
 
 

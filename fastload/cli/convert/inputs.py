@@ -20,7 +20,7 @@ from fastload.cli.convert.sample_forms import Sample, sound_payload, split_name
 from fastload.cli.data_source import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.formats.tar import read_sample
 from fastload.metrics.counters import Counters
@@ -28,6 +28,7 @@ from fastload.shards.formats import FORMATS
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
+from fastload.store.listing import ListingQuery, list_objects
 from fastload.store.manifest import Manifest
 
 _BESIDE = (".idx", ".json", ".txt")
@@ -118,7 +119,7 @@ class ObjectsInput:
     ) -> None:
         folder = kind == "folder"
         if manifest is None:
-            manifest = Listings(None).open(store, images_only=folder, labels=folder)
+            manifest = Listings(None).open(store, ListingQuery(labels=folder))
         self.manifest = manifest
         self.opened = {"kind": kind, "url": url, "store": store, "shard_size": shard_size, "seed": seed}
         self.kind, self.url, self.identity = kind, url, manifest.identity
@@ -181,7 +182,7 @@ class _ShardsInput:
     shards: int | None = None
 
     def __init__(self, kind: str, store: Store, shard_size: int, seed: int | None) -> None:
-        manifest = Manifest.build(store)
+        manifest = list_objects(store)
         infos = [
             ObjectInfo(manifest.key(i), int(manifest.sizes[i]), manifest.version(i))
             for i in range(len(manifest))

@@ -39,8 +39,8 @@ from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
 from fastload.shards.formats import FORMATS
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
-from fastload.store import ObjectInfo, Store, retry
-from fastload.store.retry import Wait
+from fastload.store import ObjectInfo, Store
+from fastload.store.failures import Wait, sleep
 
 FORMAT = 1
 _READ_AHEAD = 64 << 20  # bytes
@@ -236,7 +236,7 @@ class ShardSet:
         self.shards, self.complete = self.shards[:count], complete
         self.save()
 
-    def save(self, *, wait: Wait = retry.sleep) -> None:
+    def save(self, *, wait: Wait = sleep) -> None:
         """Write NAME.json. `wait` as in `Store.read`."""
         start = time.monotonic()
         document = {

@@ -14,7 +14,7 @@ import numpy as np
 
 import fastload
 from fastload.cache import Cache
-from fastload.cache.disk import Disk, measure_disk
+from fastload.cache.maintenance import Disk, measure_disk
 from fastload.cli.data_source import FOLDER, SourceOptions, encoded_image, open_encoded
 from fastload.cli.plan.model import Data, Mode, Streaming
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError

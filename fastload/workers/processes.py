@@ -1,9 +1,11 @@
-"""The trainer's side of its workers: starts them, sends them work, notices their deaths, ends them."""
+"""The trainer's side of its worker processes: starts them, sends work, notices deaths, ends them."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import math
+import multiprocessing
 import os
 import pickle
 import select
@@ -14,14 +16,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, ClassVar
 
+import torch.multiprocessing
+
 from fastload.errors import WorkerError
+from fastload.metrics.counters import BadSamples, Counters
+from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.protocol import Channel, EpochStart, LeaveOut, Result, Work, WorkerSetup
-from fastload.workers.slot_memory import PackedBatch, Pin
+from fastload.workers.slot_memory import Pin
 from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
+from fastload.workers.workers import Arrival, Workers
+
+# By the fork server; obstore starts its threads with its first request, not on import.
+PRELOADED = ("torch", "fastload.workers.worker", "fastload.datasets.image_folder", "obstore.store")
 
 _LIVENESS_INTERVAL = 0.5  # seconds between checks of the processes while waiting for a batch
 # torch's wording, which scripts may filter or tests expect.
@@ -46,59 +56,64 @@ class _Handle:
     answered: bool = False
 
 
-class WorkerPool:
-    """The worker processes of one iterator.
+class WorkerProcesses(Workers):
+    """Batches from worker processes.
 
     Args:
         setup: see `WorkerSetup`.
-        context: a multiprocessing context.
+        context: of the loader: a multiprocessing context, or None for Python's default.
+        counters, bad, memory: get what the workers report.
         pin: registers the memory of slots with a device, see `SlotMap`.
-        start: number of workers to start now; `grow` starts another one. None: `setup.num_workers`.
+        start: number of workers to start now; `scale` starts others.
     """
 
-    _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
+    concurrent = True
+    _alive: ClassVar[weakref.WeakSet[WorkerProcesses]] = weakref.WeakSet()
 
     def __init__(
         self,
         setup: WorkerSetup,
         context: Any,
-        pin: Pin | None = None,
-        start: int | None = None,
+        counters: Counters,
+        bad: BadSamples,
+        memory: MemoryUse,
+        *,
+        pin: Pin | None,
+        start: int,
     ) -> None:
         self._workers: list[_Handle] = []
         self._setup = setup
+        self._context = _context(context)
+        self._counters, self._bad, self._memory = counters, bad, memory
+        self._pin = pin
         self._epoch: EpochStart | None = None  # the current one
         self._ahead = setup.prefetch_factor
-        self._context = context
-        self._pin = pin
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
         try:
-            for worker_id in range(setup.num_workers if start is None else start):
-                self._workers.append(self._start(setup, worker_id))
+            for worker_id in range(start):
+                self._workers.append(self._start(worker_id))
         except BaseException:
-            self.shutdown()
+            self.close()
             raise
 
     @property
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._workers]
 
-    def allow_ahead(self, batches: int) -> None:
-        """From its next work on, each worker may make so many batches ahead, where they are small."""
-        self._ahead = batches
+    def scale(self, workers: int, ahead: int) -> None:
+        self._ahead = ahead
+        while len(self._workers) < workers:
+            worker = self._start(len(self._workers))
+            self._workers.append(worker)
+            if self._epoch is not None:
+                self._send(worker, self._epoch)
 
-    def grow(self) -> None:
-        """Start one more worker, in the current epoch."""
-        worker = self._start(self._setup, len(self._workers))
-        self._workers.append(worker)
-        if self._epoch is not None:
-            self._send(worker, self._epoch)
-
-    def _start(self, setup: WorkerSetup, worker_id: int) -> _Handle:
+    def _start(self, worker_id: int) -> _Handle:
         ours, theirs = Channel.pair()
-        process = self._context.Process(target=worker_main, args=(setup, worker_id, theirs, os.getpid()))
+        arguments = (self._setup, worker_id, theirs, os.getpid())
+        process = self._context.Process(target=worker_main, args=arguments)
         process.daemon = True
         try:
             with self._interrupts_held(), forking_a_worker():
@@ -131,43 +146,38 @@ class WorkerPool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def start_epoch(
-        self, first: int, seed: int, epoch: int, *, streamed: bool = False, shared_seed: int | None = None
-    ) -> None:
-        """Start an epoch. Results older than sequence number `first` are void from now on."""
-        self._epoch = EpochStart(first, seed, epoch, streamed, shared_seed)
+    def begin(self, start: EpochStart) -> None:
+        self._epoch = start
         for worker in self._workers:
             worker.consumed = 0
-            self._send(worker, self._epoch)
+            self._send(worker, start)
 
     def leave_out(self, samples: frozenset[int]) -> None:
-        """From the next batches on, these samples replace no bad ones."""
         assert self._epoch is not None
         self._epoch = self._epoch._replace(left_out=samples)  # for workers that are started later
         for worker in self._workers:
             self._send(worker, LeaveOut(samples))
 
-    def submit(
-        self, worker_id: int, seq: int, index: Any, *, encoded: bool = False, again: bool = False
-    ) -> None:
-        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`.
-
-        Args:
-            again: before all its other work.
-        """
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
         self._tell(self._workers[worker_id], seq, index, encoded, again)
 
     def consume(self, worker_id: int) -> None:
-        """A batch of this epoch and worker has left the loader: it may make another one."""
         self._workers[worker_id].consumed += 1
 
-    def finish(self, worker_id: int) -> None:
-        """Report consumed batches and free slots to a worker, and the end of the epoch's index batches."""
+    def report(self, worker_id: int) -> None:
         self._tell(self._workers[worker_id], -1, None)
 
-    def unpack(self, worker_id: int, packed: PackedBatch) -> Any:
-        """The batch that a worker packed."""
-        return self._workers[worker_id].slots.unpack(packed)
+    def end_work(self) -> None:
+        for worker in self._workers:
+            self._tell(worker, -1, None)
+
+    def discard(self, arrival: Arrival) -> None:
+        if arrival.load is not None:
+            arrival.load()  # the slots go back when the batch that views them dies, which is now
+
+    def interrupted(self) -> list[int]:
+        self.close()  # what had come in by then may be lost, and would be waited for
+        return []
 
     def _tell(
         self, worker: _Handle, seq: int, index: Any, encoded: bool = False, again: bool = False
@@ -180,20 +190,14 @@ class WorkerPool:
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
 
-    def receive(self, timeout: float, tick: Callable[[], None] | None = None) -> list[tuple[int, Result]]:
-        """Wait for results: (worker, result), at least one. Calls `tick` about twice a second meanwhile.
-
-        Raises:
-            WorkerError: a worker died.
-            RuntimeError: no result came within `timeout` seconds (0: no limit).
-        """
+    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
         self.check_open()
         deadline = time.monotonic() + (timeout or math.inf)
         while True:
             left = max(0.0, deadline - time.monotonic())
-            results = self._poll(min(_LIVENESS_INTERVAL, left))
-            if results:
-                return results
+            arrivals = self._poll(min(_LIVENESS_INTERVAL, left))
+            if arrivals:
+                return arrivals
             for worker in self._workers:
                 if not worker.process.is_alive():
                     raise self._death_error(worker)
@@ -203,23 +207,21 @@ class WorkerPool:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
     def check_open(self) -> None:
-        """Raise WorkerError if the workers were ended."""
         if not self._open:
             raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
 
-    def arrived(self) -> list[tuple[int, Result]]:
-        """The results that have arrived, without waiting. `receive` reports a death."""
-        with suppress(WorkerError):
+    def arrived(self) -> list[Arrival]:
+        with suppress(WorkerError):  # `receive` reports a death
             return self._poll(0) if self._open else []
         return []
 
-    def _poll(self, seconds: float) -> list[tuple[int, Result]]:
+    def _poll(self, seconds: float) -> list[Arrival]:
         poll = select.poll()
         by_fd = {}
         for worker_id, worker in enumerate(self._workers):
             by_fd[worker.channel.fileno()] = worker_id
             poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.pending else 0))
-        results = []
+        arrivals = []
         dead = None
         for fd, event in poll.poll(seconds * 1000):
             worker = self._workers[by_fd[fd]]
@@ -231,12 +233,30 @@ class WorkerPool:
                     result, fds = received
                     if result.packed is not None:
                         worker.slots.attach(result.packed, fds)
-                    results.append((by_fd[fd], result))
+                    arrivals.append(self._arrival(by_fd[fd], result))
             except (EOFError, BrokenPipeError):
                 dead = worker
-        if dead is not None and not results:
+        if dead is not None and not arrivals:
             raise self._death_error(dead)
-        return results
+        return arrivals
+
+    def _arrival(self, worker_id: int, result: Result) -> Arrival:
+        self._counters.merge(result.counters)
+        self._bad.extend(result.bad)
+        self._memory.report(worker_id, result.memory)
+        load = None
+        if result.packed is not None:
+            load = functools.partial(self._workers[worker_id].slots.unpack, result.packed)
+        return Arrival(
+            result.seq,
+            worker_id,
+            load,
+            result.failure,
+            result.exhausted,
+            result.before,
+            result.after,
+            result.witness,
+        )
 
     def _death_error(self, worker: _Handle) -> WorkerError:
         process = worker.process
@@ -257,7 +277,7 @@ class WorkerPool:
                 )
         return WorkerError(text)
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """End the workers: give them time to finish their batch and write out their cache, then kill them."""
         if not self._open or self._owner != os.getpid():
             return
@@ -277,5 +297,23 @@ class WorkerPool:
 @atexit.register
 def _shutdown_all() -> None:
     # Before multiprocessing's own exit handler, which would terminate workers that still write their cache.
-    for pool in list(WorkerPool._alive):
-        pool.shutdown()
+    for workers in list(WorkerProcesses._alive):
+        workers.close()
+
+
+def _context(chosen: Any) -> Any:
+    """Return the user's start method, or torch's default."""
+    context = chosen or multiprocessing.get_context()
+    if chosen is None and context.get_start_method() == "fork":
+        return torch.multiprocessing
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(_preloaded())
+    return context
+
+
+def _preloaded() -> list[str]:
+    """Return what the fork server imports once for all workers: modules that the user has set, and ours."""
+    chosen: list[str] = list(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
+    if chosen == ["__main__"]:  # Python's default; the main script may have no `__main__` guard
+        chosen = []
+    return chosen + [module for module in PRELOADED if module not in chosen]

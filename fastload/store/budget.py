@@ -1,4 +1,4 @@
-"""What a dataset asked of its store, over all processes that read it, and what it may ask.
+"""The requests that a dataset makes of its stores, over all processes that read it, and their limits.
 
     trainer, workers ── reserve ──▶ numbers in memory that all map ── within the limits ──▶ request
 
@@ -30,7 +30,7 @@ from fastload.metrics.machine import memory_file
 from fastload.metrics.units import format_size
 from fastload.store.process import ProcessLocal
 
-# The memory is an array of `Asked`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
+# The memory is an array of `RequestCounts`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
 # processes have one of their own; the second one is for all. Pages that nobody has written take no memory.
 # Numbers are written one by one: `struct` sets all to 0 first, which a reader, or a kill, would find.
 _SHARED, _FIRST, _MOST = 1, 2, 1 << 16
@@ -39,14 +39,14 @@ _LOOK_SECONDS = 0.0005
 
 
 class Limits(NamedTuple):
-    """Of one store. None: without limit."""
+    """The limits of one budget. None: without limit."""
 
     gets: int | None = None  # GETs and HEADs
     egress: int | None = None  # bytes of bodies
 
 
-class Asked(NamedTuple):
-    """Requests by kind, and the bytes of the bodies that the GETs asked for."""
+class RequestCounts(NamedTuple):
+    """Requests of each sort, and the bytes of the bodies that the GETs asked for."""
 
     gets: int = 0
     heads: int = 0
@@ -54,27 +54,27 @@ class Asked(NamedTuple):
     egress: int = 0
 
 
-_NOTHING = Asked()
+_NOTHING = RequestCounts()
 _WIDTH = len(_NOTHING)
 _BYTES = _MOST * _WIDTH * 8
 
 
-class Allowance:
-    """What was asked for so far, and the limits. All processes and threads that have it count together.
+class RequestBudget:
+    """The requests made so far, and their limits. All processes and threads that have it count together.
 
     A copy is this object. A process that is forked or spawned shares it; any other pickle counts on its own
     from the state at that moment.
 
     Args:
-        limits: of one trainer.
-        asked: so far.
+        limits: the limits of one trainer.
+        spent: the requests made before.
     """
 
-    def __init__(self, limits: Limits, asked: Asked = _NOTHING) -> None:
-        descriptor = memory_file("fastload-allowance")
+    def __init__(self, limits: Limits, spent: RequestCounts = _NOTHING) -> None:
+        descriptor = memory_file("fastload-budget")
         os.ftruncate(descriptor, _BYTES)
         self._map_file(limits, descriptor)
-        self._increase(_SHARED, asked)
+        self._increase(_SHARED, spent)
 
     def _map_file(self, limits: Limits, descriptor: int) -> None:
         self.limits = limits
@@ -82,25 +82,27 @@ class Allowance:
         weakref.finalize(self, os.close, descriptor).atexit = False
         self._map = mmap.mmap(descriptor, _BYTES)
         self._threads = ProcessLocal(threading.Lock)  # the lock on the file is one of processes
-        self._own = ProcessLocal(self._claim)
+        self._own = ProcessLocal(self._reserve_place)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Allowance:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RequestBudget:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
             return _from_handle, (self.limits, reduction.DupFd(self._descriptor))
-        return Allowance, (self.limits, self.asked())
+        return RequestBudget, (self.limits, self.spent())
 
-    def asked(self) -> Asked:
-        """What was asked for so far."""
+    def spent(self) -> RequestCounts:
+        """Return the requests made so far."""
         with memoryview(self._map).cast("Q") as numbers:
             end = (_FIRST + numbers[0]) * _WIDTH
-            return Asked(*(sum(numbers[_SHARED * _WIDTH + at : end : _WIDTH]) for at in range(_WIDTH)))
+            return RequestCounts(
+                *(sum(numbers[_SHARED * _WIDTH + column : end : _WIDTH]) for column in range(_WIDTH))
+            )
 
     def used(self) -> Limits:
-        """What was asked for so far, in the terms of the limits."""
-        gets, heads, _, egress = self.asked()
+        """Return the requests made so far, in the terms of the limits."""
+        gets, heads, _, egress = self.spent()
         return Limits(gets + heads, egress)
 
     def count(self, lists: int = 0, egress: int = 0) -> None:
@@ -109,7 +111,7 @@ class Allowance:
         Raises:
             StoreTimeoutError: as `reserve`.
         """
-        self._add(Asked(lists=lists, egress=egress))
+        self._add(RequestCounts(lists=lists, egress=egress))
 
     def reserve(self, key: str, size: int | None) -> None:
         """Count a GET of `size` bytes of an object that is about to go out; None: a HEAD.
@@ -118,7 +120,7 @@ class Allowance:
             LimitError: it would pass a limit, and must not go out.
             StoreTimeoutError: a process that was stopped holds the lock.
         """
-        more = Asked(heads=1) if size is None else Asked(gets=1, egress=size)
+        more = RequestCounts(heads=1) if size is None else RequestCounts(gets=1, egress=size)
         self._add(more, lambda: self._check(key, more.egress))
 
     def _check(self, key: str, size: int) -> None:
@@ -138,19 +140,19 @@ class Allowance:
                 key=key,
             )
 
-    def _add(self, more: Asked, check: Callable[[], None] = lambda: None) -> None:
+    def _add(self, more: RequestCounts, check: Callable[[], None] = lambda: None) -> None:
         own = _SHARED if any(self.limits) else self._own.get()
         with self._locked() if own == _SHARED else self._threads.get():
             check()
             self._increase(own, more)
 
-    def _increase(self, place: int, more: Asked) -> None:
+    def _increase(self, place: int, more: RequestCounts) -> None:
         with memoryview(self._map).cast("Q") as numbers:
-            for at, number in enumerate(more, place * _WIDTH):
-                numbers[at] += number
+            for position, number in enumerate(more, place * _WIDTH):
+                numbers[position] += number
 
-    def _claim(self) -> int:
-        """The place of this process. Once all are taken, the shared one."""
+    def _reserve_place(self) -> int:
+        """Return a place of this process's own; once all are in use, the shared one."""
         with self._locked():
             with memoryview(self._map).cast("Q") as numbers:
                 place = _FIRST + numbers[0]
@@ -161,7 +163,7 @@ class Allowance:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among the threads of this process, and among the processes."""
+        """Hold the lock among the threads of this process, and among the processes."""
         with self._threads.get():
             deadline = time.monotonic() + _LOCK_SECONDS
             while True:
@@ -181,7 +183,7 @@ class Allowance:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
 
-def _from_handle(limits: Limits, handle: Any) -> Allowance:
-    shared = Allowance.__new__(Allowance)
+def _from_handle(limits: Limits, handle: Any) -> RequestBudget:
+    shared = RequestBudget.__new__(RequestBudget)
     shared._map_file(limits, handle.detach())
     return shared

@@ -1,31 +1,183 @@
-"""`pull`: the records that a URL has in packs come into a cache, in large ranges.
+"""`push` and `pull`: the records of a cache go to a URL in packs, and come from there into another cache.
 
-    packs ─▶ the records that the cache lacks ─▶ ranges ─▶ verify each record ─▶ Cache.write
+    cache ─▶ records that are not published yet ─▶ a pack on the cache's disk ─▶ one write to the URL
+    packs ─▶ records that the cache lacks ─▶ large ranges ─▶ verify each record ─▶ Cache.write
 
-A training on this node reads the same objects meanwhile. It never waits for a range, which has dozens of
-records and takes seconds: the pull takes no in-flight locks. Each range is planned when its request goes out,
-from what the cache lacks then, so that only what is in flight may be read twice, and that is kept small.
+Any number of nodes push side by side, without a coordinator: each lists the URL before each pack, and leaves
+out what another one has published meanwhile. Each begins at a random place of its cache, so that nodes with
+the same records rarely pack the same ones. Where they do, a record is published twice, and pulled once.
+Nothing is kept about a push: the listing says what is left to do.
 
-A record of another version of its object has another key: it is pulled, and never found.
+A training may read the objects that a pull brings. It never waits for a range, which has dozens of records
+and takes seconds: the pull takes no in-flight locks. Each range is planned when its request goes out, from
+what the cache lacks then, so that only what is in flight may be read twice, and that is kept small. A record
+of another version of its object has another key: it is pulled, and never found.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias
 
+import lmdb
 import numpy as np
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
-from fastload.cache.packs import REQUESTS, Pack, Published, Record
-from fastload.cache.segment import KEY_SIZE, checksum
-from fastload.errors import CacheError, NotFoundError, ObjectChangedError, StoreError
+from fastload.cache.packs import (
+    MOST_RECORDS,
+    REQUESTS,
+    Pack,
+    Published,
+    Record,
+    pack_index,
+    pack_name,
+    sources_of,
+)
+from fastload.cache.segment import KEY_SIZE, CorruptRecordError, Entry, checksum
+from fastload.errors import CacheError, FastloadError, NotFoundError, ObjectChangedError, StoreError
 from fastload.store import Store
+
+PACK_BYTES = 256 << 20
+# A pack is a file on the cache's disk until it is sent. It takes at most half of what is free there.
+_SMALLEST_PACK = 8 << 20
+
+
+@dataclass
+class Pushed:
+    """What a push did, as far as it has come."""
+
+    records: int = 0
+    """Records that it published."""
+    bytes: int = 0
+    """Bytes of their payloads."""
+    packs: int = 0
+    """Objects that it wrote."""
+    present: int = 0
+    """Records that were published already."""
+    bad_entries: int = 0
+    """Records that could not be read, or were not as they were written. They are not published."""
+
+
+def push(
+    cache: Cache, store: Store, progress: Callable[[Pushed, int], None] = lambda done, total: None
+) -> Pushed:
+    """Publish the records of a cache that are not published yet. Other processes may fill it meanwhile.
+
+    Args:
+        progress: called after each pack with what is done and the number of records in the cache.
+
+    Raises:
+        CacheError: there is no cache, its disk has no room for a pack, or the URL holds other data.
+        StoreError: the store failed, or takes no writes.
+    """
+    directory = cache.open_or_raise()
+    published, sources, done = Published(store), sources_of(cache), Pushed()
+    keys = set[bytes]()  # of what is published
+    todo = _entries(directory)
+    total = len(todo)
+    while True:
+        with contextlib.suppress(NotFoundError):  # a directory to be made; of a bucket, the write says so
+            keys.update(*(pack.keys.tolist() for pack in published.refresh()))
+        published.refuse_foreign()
+        published.refuse_others(sources)
+        chosen = _choose(directory, todo, keys, done)
+        if chosen:
+            pack = _write(directory, store, sources, chosen, done)
+            if pack is not None:  # its index need not be read
+                published.packs[pack.name] = pack
+        progress(done, total)
+        if not todo:
+            return done
+
+
+def _entries(directory: Directory) -> deque[tuple[bytes, Entry]]:
+    """Return all entries in their order on disk, from a random one on."""
+    entries_on_disk = []
+    for key, value in directory.index.items():
+        try:
+            entries_on_disk.append((key, Entry.unpack(value)))
+        except CorruptRecordError:  # a miss for every reader
+            continue
+    entries_on_disk.sort(key=lambda item: item[1])
+    entries = deque(entries_on_disk)
+    entries.rotate(random.randrange(max(1, len(entries_on_disk))))
+    return entries
+
+
+def _choose(
+    directory: Directory, todo: deque[tuple[bytes, Entry]], published: set[bytes], done: Pushed
+) -> list[tuple[bytes, Entry]]:
+    """Return the records of the next pack, taken out of `todo`."""
+    disk = os.fstatvfs(directory.root_fd)
+    room = min(PACK_BYTES, max(_SMALLEST_PACK, disk.f_bavail * disk.f_frsize // 2))
+    chosen: list[tuple[bytes, Entry]] = []
+    while todo and (not chosen or (todo[0][1].length <= room and len(chosen) < MOST_RECORDS)):
+        key, entry = todo.popleft()
+        if key in published:
+            done.present += 1
+        else:
+            chosen.append((key, entry))
+            room -= entry.length
+    return chosen
+
+
+def _write(
+    directory: Directory,
+    store: Store,
+    sources: frozenset[str],
+    chosen: list[tuple[bytes, Entry]],
+    done: Pushed,
+) -> Pack | None:
+    """Write a pack of the chosen records, as far as they verify; None: none of them does."""
+    try:
+        # The file has no name in the directory: nothing is left of it where this process is killed.
+        with tempfile.TemporaryFile(dir=directory.path) as file:
+            records = _fill(directory, file, chosen, done)
+            if not records:
+                return None
+            tail = pack_index(sorted(sources), records)
+            file.write(tail)
+            file.flush()
+            size = file.tell()
+            name = pack_name(tail)
+            store.write(name, Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
+    except (OSError, lmdb.Error) as error:
+        if isinstance(error, FastloadError):  # of the store
+            raise
+        raise CacheError(f"cache {directory.path.parent}: a pack cannot be made there: {error}") from error
+    done.packs += 1
+    done.records += len(records)
+    done.bytes += size - len(tail)
+    return Pack(name, "", size, tail)
+
+
+def _fill(
+    directory: Directory, file: IO[bytes], chosen: list[tuple[bytes, Entry]], done: Pushed
+) -> list[tuple[bytes, int, int]]:
+    """Write the payloads that verify; their (key, length, checksum)."""
+    records = []
+    for key, entry in chosen:
+        try:
+            payload = directory.read(key, entry)
+        except (CorruptRecordError, OSError):
+            done.bad_entries += 1
+            continue
+        if payload is not None:  # else it was cleared meanwhile
+            file.write(payload)
+            records.append((key, entry.length, entry.checksum))
+    return records
+
 
 Chosen: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"  # some records of a pack
 
@@ -81,7 +233,7 @@ class _Span(NamedTuple):
         return self.records[-1].offset + self.records[-1].length
 
     def takes(self, record: Record, range_bytes: int) -> bool:
-        """Whether one request for this record too is worth its bytes."""
+        """Return whether one request for this record too is worth its bytes."""
         near = record.offset - self.stop <= _GAP_BYTES
         return near and record.offset + record.length - self.start <= range_bytes
 
@@ -147,19 +299,19 @@ def _count(chosen: Iterable[Chosen]) -> int:
 
 
 def _wanted(packs: list[Pack], only: bytes | None) -> list[Chosen]:
-    """The records of each pack that are wanted, and that no pack before it has."""
+    """Return the records of each pack that are wanted, and that no pack before it has."""
     if not packs:
         return []
     keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
-    found = np.zeros(len(keys), np.bool_)
-    found[np.unique(keys, return_index=True)[1]] = True
+    wanted = np.zeros(len(keys), np.bool_)
+    wanted[np.unique(keys, return_index=True)[1]] = True
     if only is not None:
-        found &= np.isin(keys, np.frombuffer(only, keys.dtype))
-    return np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
+        wanted &= np.isin(keys, np.frombuffer(only, keys.dtype))
+    return np.split(wanted, np.cumsum([len(pack) for pack in packs[:-1]]))
 
 
 def _lacked(directory: Directory, pack: Pack) -> Chosen:
-    """The records of a pack that the cache lacks."""
+    """Return the records of a pack that the cache lacks."""
     lacked = np.zeros(len(pack), np.bool_)
     for start in range(0, len(pack), _LOOKED_UP):
         some = slice(start, start + _LOOKED_UP)
@@ -185,17 +337,17 @@ class _Pulling:
         self._ended = threading.Event()
 
     def spans(self, pack: Pack, chosen: Chosen) -> Iterator[_Span]:
-        """The requests for some records of a pack: each for what the cache lacks when it is asked for."""
+        """Yield requests for some records of a pack, each for what the cache lacks when it goes out."""
         numbers = np.flatnonzero(chosen)
         stops = np.cumsum(pack.lengths)
         while len(numbers):
             # As many as one request may take, if the cache lacks all of them.
             reach = stops[numbers] <= stops[numbers[0]] + self._pace.range_bytes
             ahead = numbers[: min(_SPAN_RECORDS, max(1, int(reach.sum())))]
-            found = self._directory.index.packed(pack.keys[ahead].tolist())
+            entries = self._directory.index.packed(pack.keys[ahead].tolist())
             span = _Span(pack, [])
             count = 0
-            for record, entry in zip(pack.chosen(ahead), found, strict=True):
+            for record, entry in zip(pack.chosen(ahead), entries, strict=True):
                 if entry is not None:
                     self.spared += record.length
                 elif not span.records or span.takes(record, self._pace.range_bytes):
@@ -237,11 +389,11 @@ class _Pulling:
         """Read one span into the cache: the lengths of the records that it took."""
         pack, written = span.pack, list[int]()
         try:
-            found = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
+            data = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
         except (NotFoundError, ObjectChangedError) as error:
             self._done.damaged[pack.name] = error.message
             return written
-        body = memoryview(found)
+        body = memoryview(data)
         for record in span.records:
             begin = record.offset - span.start
             payload = body[begin : begin + record.length]
