@@ -124,6 +124,7 @@ def find_kind(url: str, options: dict[str, Any]) -> str:
     """
     from fastload.shards.urls import expand_braces
     from fastload.store import open_store
+    from fastload.store.listing import IMAGE_EXTENSIONS
 
     url = next(expand_braces(url))
     last = url.rpartition("/")[2].lower()
@@ -140,7 +141,12 @@ def find_kind(url: str, options: dict[str, Any]) -> str:
         form = format_of_index(_read_json(store, infos[keys.index("index.json")]))
         if form is not None:
             return form.name
-    return guess_kind(keys)
+    # Images in folders count before shards that lie beside them.
+    images = [key for key in keys if key.lower().endswith(IMAGE_EXTENSIONS)]
+    if images and all("/" in key for key in images):
+        return FOLDER
+    form = format_of([key.lower() for key in keys])
+    return OBJECTS if form is None else form.name
 
 
 def _read_json(store: Any, info: Any) -> Any:
@@ -150,17 +156,6 @@ def _read_json(store: Any, info: Any) -> Any:
         return json.loads(bytes(store.read(info.key, info.version, info.size)))
     except ValueError:
         return None
-
-
-def guess_kind(keys: list[str]) -> str:
-    """Return the kind of objects with these keys. Images in folders count before shards beside them."""
-    from fastload.store.listing import IMAGE_EXTENSIONS
-
-    images = [key for key in keys if key.lower().endswith(IMAGE_EXTENSIONS)]
-    if images and all("/" in key for key in images):
-        return FOLDER
-    form = format_of([key.lower() for key in keys])
-    return OBJECTS if form is None else form.name
 
 
 def open_dataset(

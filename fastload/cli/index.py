@@ -159,7 +159,7 @@ class _Files:
         except NotFoundError:
             return False
         try:
-            self.form.parse_index(body, self.shards[shard].size)
+            self.form.index_files.parse(body, self.shards[shard].size)
         except DecodeError as error:
             raise DecodeError(
                 f"{self._name(shard)!r} is not its index, and only --refresh overwrites it: {error.message}"

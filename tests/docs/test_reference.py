@@ -21,7 +21,7 @@ from fastload import errors, testing
 from fastload.cli.app import REPORTS, app
 from fastload.cli.demo.photos import make_dataset
 from fastload.metrics.counters import Counters, Meter, rates
-from fastload.metrics.metric_names import COUNTERS, METRICS
+from fastload.metrics.exporters import COUNTERS, METRICS
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
 
@@ -281,7 +281,7 @@ def test_metrics_are_those_of_the_code() -> None:
 
 
 def test_every_counter_and_rate_is_a_metric() -> None:
-    assert set(COUNTERS) == bumped(), "list a new counter in fastload/metrics/metric_names.py, with its unit"
+    assert set(COUNTERS) == bumped(), "list a new counter in fastload/metrics/exporters.py, with its unit"
     found = {*rates(dict.fromkeys(COUNTERS, 1.0), 1.0), *Meter(Counters()).gauges()}
     assert {one.source for one in METRICS} == {*COUNTERS, *found, "bottleneck", "info"}
     for names in ([one.prometheus for one in METRICS], [one.opentelemetry for one in METRICS]):

@@ -93,6 +93,7 @@ def test_every_kind_has_a_case() -> None:
         (["warm", "{root}/folder", "--fields", "jpg"], "--fields is not for folder"),
         (["warm", "{root}/tar", "--features", "image=bytes"], "--features is not for tar"),
         (["warm", "{root}/tar", "--fields", "{{"], "is no JSON"),
+        (["warm", "{root}/tar", "--fields", "jpg?x"], "fields= has the leaf"),
         (["bench", "{root}/tar", "--from", "zip"], "'zip' is not one of"),
         (
             ["plan", "{root}/tokens", *TOKENS, "--gpus", "1", "--gpu-rate", "1", "--size-limit", "1GB"],

@@ -104,9 +104,9 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: 
 
 
 def test_second_warming_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.warm("photos", tmp_path, "--objects")
+    bucket.warm("photos", tmp_path, "--from", "objects")
     before = bucket.gets()
-    code, document = bucket.warm("photos", tmp_path, "--objects")
+    code, document = bucket.warm("photos", tmp_path, "--from", "objects")
     assert (code, document["skipped"], document["stored"]) == (0, IMAGES, 0)
     assert bucket.gets() == before
     dataset = ObjectDataset("s3://photos", cache=Cache(tmp_path), storage_options=bucket.options)

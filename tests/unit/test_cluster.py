@@ -17,7 +17,7 @@ from fastload.cli import warming
 from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
 from fastload.cli.command_options import CacheMode, CacheOptions
-from fastload.cli.data_source import Target
+from fastload.cli.data_source import SourceOptions, Target
 from fastload.errors import ArgumentError
 
 
@@ -77,7 +77,7 @@ def test_relative_paths_are_those_of_this_directory_on_all_nodes(
 ) -> None:
     """Ray's processes work in another directory."""
     monkeypatch.chdir(tmp_path)
-    target = Target("photos", "ssd", CacheOptions(CacheMode.raw), False, None, None, {}).anywhere()
+    target = Target("photos", "ssd", CacheOptions(CacheMode.raw), SourceOptions(), {}).anywhere()
     assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
     assert replace(target, url="s3://bucket/a#b").anywhere().url == "s3://bucket/a#b"
 
@@ -118,7 +118,7 @@ def test_objects_that_change_between_slices_are_named(
                 fastload.ObjectDataset(tmp_path / "in", cache=cache).close()
 
     monkeypatch.setattr(warming, "Cluster", Changing)
-    words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--objects", "--num-workers", "0"]
+    words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--from", "objects", "--num-workers", "0"]
     done = CliRunner().invoke(app, list(map(str, words)))
     assert done.exit_code == 1 and "was listed again while slices of it were warmed" in done.stderr
 

@@ -210,21 +210,6 @@ def test_share_of_shards_without_an_index_is_refused_with_the_way(kind: str, tmp
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--fields", "{"], "is no JSON"),
-        (["--features", "image=bytes"], "--features is for TFRecord"),
-        (["--fields", "jpg?x"], "fields= has the leaf"),
-        (["--objects", "--fields", "jpg"], "--fields and --features are for shards"),
-    ],
-)
-def test_malformed_options_are_named(options: list[str], says: str, tmp_path: Path) -> None:
-    write(tmp_path / "shards", {"x.tar": shard("tar", range(2))[0]})
-    document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", *options, code=2)
-    assert says in document["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
         (["--features", "image=jpeg"], "NAME=TYPE"),
         (["--features", "a=bytes,b=bytes"], "several"),
         (["--mode", "shrunk"], "as in --features"),
