@@ -102,8 +102,6 @@ class Cache:
             Where the URL fails, training goes on without it, with one RuntimeWarning.
         push: publish what is in the cache at `remote`, in the background: at the end of each epoch, and when
             the trainer ends, which then waits for it.
-        memory: no longer supported. Its gain over the kernel's page cache, which keeps segments in free
-            memory by itself, was 4 to 23 % in mode "decoded".
 
     Raises:
         ArgumentError: an argument has an invalid value; or the mode is "dct", and the kernel is missing.
@@ -120,7 +118,6 @@ class Cache:
         quality: int = 90,
         remote: str | os.PathLike[str] | Store | None = None,
         push: bool = False,
-        memory: None = None,
     ) -> None:
         self.path = absolute(path)
         need_linux()
@@ -128,11 +125,6 @@ class Cache:
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
         if mode == "dct":
             check_kernel()
-        if memory is not None:
-            raise ArgumentError(
-                "memory= is no longer supported: leave it out; the kernel keeps the records that are read in "
-                "free memory by itself"
-            )
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
         self.short_side = whole_number("short_side", short_side, 65535)

@@ -24,18 +24,7 @@ _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets
 _LOOKED_AT = 64  # records
 _MEASURED_BYTES = 64 << 20
-# The last two were made by earlier versions.
-_ROOT_FILES = {
-    MARKER,
-    "lock",
-    "index",
-    "segments",
-    *LOCK_FILES,
-    PULLING,
-    PUSHING,
-    f"{MARKER}.tmp",
-    "memory",
-}
+_ROOT_FILES = {MARKER, "lock", "index", "segments", *LOCK_FILES, PULLING, PUSHING}
 
 
 @dataclasses.dataclass

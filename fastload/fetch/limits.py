@@ -29,7 +29,7 @@ class ReadSettings:
         range_size: bytes of such a range at most.
         process_requests: in flight at most from one process. More threads cost more than they bring.
         node_requests: in flight at most from all processes of a node, unless the user gives `max_requests`.
-        process_bytes: at most, of samples that were read or are being read and were not handed out.
+        process_bytes: at most, of samples that were read or are being read and were not delivered.
         node_bytes: the same for all processes of a node.
         inflight_patience: seconds that another run gets for an object that it is reading into our cache.
         hedge_after: reads that are measured before one of them is requested a second time.
@@ -200,7 +200,7 @@ class ByteBudget:
         self._most = most
         self._clock = clock
         self._wanted = self.value = min(most, _FIRST_BYTES)
-        self._passed, self._waited = 0, 0.0  # bytes handed out, seconds waited for since it was set
+        self._passed, self._waited = 0, 0.0  # bytes delivered, seconds waited for since it was set
         self._since = clock()
         _budgets.get().add(self)
 
@@ -210,7 +210,7 @@ class ByteBudget:
         self.value = min(self._most, share, max(self._wanted, _LEAST_READS * size))
         return self.value
 
-    def handed_out(self, size: int) -> None:
+    def delivered(self, size: int) -> None:
         """Note that a sample has left."""
         self._passed += size
 

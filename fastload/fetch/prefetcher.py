@@ -34,10 +34,10 @@ class Outstanding(NamedTuple):
     """The samples that a prefetcher has requested or read.
 
     Attributes:
-        samples: requested and not handed out.
+        samples: requested and not delivered.
         awaited: those of them that a consumer has begun to wait for.
         requests: in flight.
-        bytes: of samples that were read or are being read, and were not handed out.
+        bytes: of samples that were read or are being read, and were not delivered.
     """
 
     samples: int
@@ -52,7 +52,7 @@ class Prefetcher:
     Args:
         source: how a sample is read.
         cache: where to look first and what to fill, or None.
-        prepare: (bytes from the store, index) -> what is cached and handed out (None: the bytes themselves).
+        prepare: (bytes from the store, index) -> what is cached and delivered (None: the bytes themselves).
             Runs in the reader threads.
         counters: get.* and cache.* are added here.
         settings: limits. Default: `SETTINGS`.
@@ -167,7 +167,7 @@ class Prefetcher:
                 self._work.release()
 
     def outstanding(self) -> Outstanding:
-        """Return the samples that were requested and not handed out, and their requests."""
+        """Return the samples that were requested and not delivered, and their requests."""
         with self._work:
             self._drop_cancelled()
             awaited = tuple(index for index, read in self._reads.items() if read.awaited)
@@ -317,7 +317,7 @@ class Prefetcher:
         read = request.read
         if read.wanted > 0:
             self._queues.put_back(request)
-            if read.awaited:  # behind others, which may not start before this one is handed out
+            if read.awaited:  # behind others, which may not start before this one is delivered
                 self._queues.advance(read)
             self._wake(1)
         elif not read.done:  # cancelled meanwhile

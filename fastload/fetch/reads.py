@@ -197,7 +197,7 @@ class SampleReads:
     Args:
         source: how a sample is read, and its cache key.
         cache: where to look first and what to fill, or None.
-        prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
+        prepare: (bytes from the store, index of the sample) -> what is cached and delivered (None: the
             bytes themselves).
         counters: get.* and cache.* are added here.
         wait: called before a request is made again; see `Store.read`.

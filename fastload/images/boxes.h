@@ -18,6 +18,10 @@ typedef struct {
     double resize[2];                              /* CENTRE_BOX: height and width; the shorter side and 0; or 0 and 0 */
 } Law;
 
+static Law random_law(const double *scale, const double *ratio, double flip) {
+    return (Law){RANDOM_BOX, {scale[0], scale[1]}, {ratio[0], ratio[1]}, {log(ratio[0]), log(ratio[1])}, flip, {0, 0}};
+}
+
 typedef struct {
     const Law *law;
     Box box; /* GIVEN_BOX */

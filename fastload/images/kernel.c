@@ -1,7 +1,7 @@
 /* fastload.images.compiled: decoding and resizing without the GIL.
  *
  * resize.h resizes, jpeg.h decodes, write.h makes what caches keep of JPEGs, segment.h reads that, boxes.h chooses the part of
- * an image; this file is their Python form. The threads of pool.h make the rows of a batch, or the caller where there are none.
+ * an image, batch.h makes rows by the threads of pool.h; this file is their Python form.
  * Between calls a thread keeps Huffman tables, one of the pool's scratch memory too, and all else is behind the pool's lock: the
  * module is safe without a GIL. See kernel.py for the meaning of the functions and fallback.py for the same in Python.
  * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
@@ -9,42 +9,18 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <time.h>
-
-#include "pool.h"
-#include "segment.h"
+#include "batch.h"
 #include "write.h"
 
+/* The rows that one call makes, and what it borrows of Python. */
 typedef struct {
-    Py_buffer view, index; /* without an object: the source is a record of a cache; no index of rows is wanted */
-    Place place;
-    Py_ssize_t row;
-    Cut cut;
-    double reading, making; /* seconds */
-    bool failed;
-    char message[MESSAGE_SIZE];
-} Task;
-
-/* The heavier tasks come first, so that the threads end at about the same time. */
-typedef struct {
-    uint64_t size;
-    size_t task;
-} Turn;
-
-/* The rows that one call makes. */
-typedef struct {
-    Job job; /* first: a pointer to it is one to the batch */
-    Task *tasks;
-    Turn *turns;
+    Batch batch; /* first: a pointer to it is one to the rows */
     Py_buffer target;
-    PyObject *owner; /* keeps the file descriptors open */
-    Law law;
-    Py_ssize_t rows;
-    int width, height;
-    int channels_last, clamp, pixels;
-    Limits limits;
+    Py_buffer *views; /* of each task: its source, and the memory for an index of its rows */
+    Py_ssize_t taken; /* of the views */
+    PyObject *owner;  /* keeps the file descriptors open */
     bool begun;
-} Batch;
+} Rows;
 
 /* ---------------------------------------------------------------- arguments */
 
@@ -64,7 +40,7 @@ static int get_source(PyObject *object, Py_buffer *view) {
 }
 
 /* One item of crop_resize. */
-static int get_task(PyObject *item, const Batch *batch, Task *task) {
+static int get_task(PyObject *item, Rows *rows, Task *task) {
     PyObject *source, *index = NULL;
     int flip;
     if (!PyTuple_Check(item)) {
@@ -73,36 +49,44 @@ static int get_task(PyObject *item, const Batch *batch, Task *task) {
     }
     Box *box = &task->cut.box;
     if (!PyArg_ParseTuple(item, "nOddddp|O", &task->row, &source, &box->x0, &box->y0, &box->x1, &box->y1, &flip, &index)) return -1;
-    if (task->row < 0 || task->row >= batch->rows) {
-        PyErr_Format(PyExc_IndexError, "row %zd of an out of %zd", task->row, batch->rows);
+    if (task->row < 0 || task->row >= rows->batch.rows) {
+        PyErr_Format(PyExc_IndexError, "row %zd of an out of %zd", task->row, rows->batch.rows);
         return -1;
     }
     task->cut.flip = flip;
-    if (get_source(source, &task->view) < 0) return -1;
-    if (!index || PyObject_GetBuffer(index, &task->index, PyBUF_WRITABLE) == 0) return 0;
-    PyBuffer_Release(&task->view);
-    return -1;
+    Py_buffer *view = rows->views + rows->taken;
+    if (get_source(source, view) < 0) return -1;
+    rows->taken++;
+    task->size = (size_t)view->len;
+    if (view->ndim == 3)
+        task->pixels = (Kept){view->buf, (int)view->shape[1], (int)view->shape[0], view->strides[0]};
+    else
+        task->file = view->buf ? view->buf : (const uint8_t *)"";
+    if (!index) return 0;
+    if (PyObject_GetBuffer(index, ++view, PyBUF_WRITABLE) < 0) return -1;
+    rows->taken++;
+    task->room = (IndexRoom){view->buf, (size_t)view->len};
+    return 0;
 }
 
 /* The items of crop_resize. */
-static int get_tasks(PyObject *sequence, Batch *batch) {
+static int get_tasks(PyObject *sequence, Rows *rows) {
     PyObject *items = PySequence_Tuple(sequence);
     const Py_ssize_t n = items ? PyTuple_Size(items) : -1;
-    if (n >= 0 && !(batch->tasks = PyMem_Calloc(n ? (size_t)n : 1, sizeof *batch->tasks))) PyErr_NoMemory();
-    bool good = batch->tasks != NULL;
-    for (Py_ssize_t i = 0; good && i < n; i++) {
-        batch->tasks[i].cut.law = &batch->law;
-        good = get_task(PyTuple_GetItem(items, i), batch, batch->tasks + i) == 0;
-        batch->job.tasks += good;
+    bool good = n >= 0 && batch_reserve(&rows->batch, (size_t)n);
+    if (n >= 0 && (!good || !(rows->views = PyMem_Calloc(2 * (size_t)n + 1, sizeof *rows->views)))) {
+        PyErr_NoMemory();
+        good = false;
     }
+    for (Py_ssize_t i = 0; good && i < n; i++) good = get_task(PyTuple_GetItem(items, i), rows, rows->batch.tasks + i) == 0;
     Py_XDECREF(items);
     return good ? 0 : -1;
 }
 
 /* The records of begin_rows: of each its place, the row of the batch and the seed. */
-static int get_records(PyObject *places, PyObject *rows, PyObject *seeds, Batch *batch) {
+static int get_records(PyObject *places, PyObject *numbers, PyObject *seeds, Rows *rows) {
     Py_buffer views[3];
-    PyObject *const objects[] = {places, rows, seeds};
+    PyObject *const objects[] = {places, numbers, seeds};
     const Py_ssize_t sizes[] = {PLACE_SIZE, sizeof(int64_t), sizeof(uint64_t)};
     int taken = 0, result = -1;
     for (; taken < 3; taken++)
@@ -113,22 +97,21 @@ static int get_records(PyObject *places, PyObject *rows, PyObject *seeds, Batch 
             PyErr_SetString(PyExc_ValueError, "places, rows and seeds must be as many, of 60, 8 and 8 bytes each");
             goto end;
         }
-    if (!(batch->tasks = PyMem_Calloc(n ? (size_t)n : 1, sizeof *batch->tasks))) {
+    if (!batch_reserve(&rows->batch, (size_t)n)) {
         PyErr_NoMemory();
         goto end;
     }
-    batch->job.tasks = (size_t)n;
     for (Py_ssize_t i = 0; i < n; i++) {
-        Task *task = batch->tasks + i;
+        Task *task = rows->batch.tasks + i;
         int64_t row;
         memcpy(&row, (char *)views[1].buf + i * 8, sizeof row);
-        if (row < 0 || row >= batch->rows) {
-            PyErr_Format(PyExc_IndexError, "row %zd of an out of %zd", (Py_ssize_t)row, batch->rows);
+        if (row < 0 || row >= rows->batch.rows) {
+            PyErr_Format(PyExc_IndexError, "row %zd of an out of %zd", (Py_ssize_t)row, rows->batch.rows);
             goto end;
         }
-        task->row = (Py_ssize_t)row;
+        task->row = (ptrdiff_t)row;
         task->place = place_from((uint8_t *)views[0].buf + i * PLACE_SIZE);
-        task->cut.law = &batch->law;
+        task->size = (size_t)task->place.length;
         memcpy(&task->cut.seed, (char *)views[2].buf + i * 8, sizeof task->cut.seed);
     }
     result = 0;
@@ -146,25 +129,23 @@ static int get_law(PyObject *object, Law *law) {
         return -1;
     }
     if (!PyArg_ParseTuple(object, "s|ddddd", &name, numbers, numbers + 1, numbers + 2, numbers + 3, numbers + 4)) return -1;
-    law->kind = !strcmp(name, "random") ? RANDOM_BOX : !strcmp(name, "centre") ? CENTRE_BOX : GIVEN_BOX;
-    if (law->kind == RANDOM_BOX) {
-        for (int i = 0; i < 2; i++) {
-            law->scale[i] = numbers[i];
-            law->ratio[i] = numbers[2 + i];
-            law->log_ratio[i] = log(law->ratio[i]);
-        }
-        law->flip = numbers[4];
+    if (!strcmp(name, "random")) {
+        *law = random_law(numbers, numbers + 2, numbers[4]);
+        return 0;
     }
-    memcpy(law->resize, numbers, sizeof law->resize);
-    if (law->kind != GIVEN_BOX) return 0;
+    if (!strcmp(name, "centre")) {
+        *law = (Law){.kind = CENTRE_BOX, .resize = {numbers[0], numbers[1]}};
+        return 0;
+    }
     PyErr_Format(PyExc_ValueError, "a law is 'random' or 'centre', not '%s'", name);
     return -1;
 }
 
 /* The memory to write into. */
-static int get_target(PyObject *out, Batch *batch) {
-    if (PyObject_GetBuffer(out, &batch->target, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) return -1;
-    const Py_buffer *target = &batch->target;
+static int get_target(PyObject *out, Rows *rows) {
+    Batch *batch = &rows->batch;
+    if (PyObject_GetBuffer(out, &rows->target, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) return -1;
+    const Py_buffer *target = &rows->target;
     if (target->ndim != 4 || target->itemsize != 1 || target->shape[batch->channels_last ? 3 : 1] != 3) {
         PyErr_SetString(PyExc_ValueError, "out must be uint8 of shape (n, 3, H, W) or (n, H, W, 3)");
         return -1;
@@ -174,124 +155,32 @@ static int get_target(PyObject *out, Batch *batch) {
         PyErr_SetString(PyExc_ValueError, "height and width of out must be from 1 to 65,535");
         return -1;
     }
+    batch->out = target->buf;
     batch->rows = target->shape[0];
     batch->height = (int)height;
     batch->width = (int)width;
     return 0;
 }
 
-/* ---------------------------------------------------------------- batch */
+/* ---------------------------------------------------------------- rows */
 
-static bool resize_pixels(const Task *task, const Batch *batch, Kept kept, ptrdiff_t stride, Target target, Scratch *s,
-                          char *message) {
-    Box box;
-    bool flip;
-    if (!choose_box(&task->cut, kept.width, kept.height, batch->width, batch->height, &box, &flip)) {
-        snprintf(message, MESSAGE_SIZE, FRAMED);
-        return false;
-    }
-    if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 && box.x1 <= kept.width &&
-          box.y1 <= kept.height)) {
-        snprintf(message, MESSAGE_SIZE, "the box is not inside the image");
-        return false;
-    }
-    if (!resizer_start(&s->resizer, box, kept.width, kept.height, batch->width, batch->height, batch->clamp, flip, target)) {
-        snprintf(message, MESSAGE_SIZE, "out of memory");
-        return false;
-    }
-    resizer_run(&s->resizer, kept.data, stride);
-    return true;
+static void rows_begin(Rows *rows) {
+    rows->begun = true;
+    batch_begin(&rows->batch);
 }
 
-/* The result of a task from its record in a cache. */
-static bool make_from_record(Task *task, const Batch *batch, const uint8_t *payload, Target target, Scratch *s) {
-    const size_t size = (size_t)task->place.length;
-    if (!payload) {
-        snprintf(task->message, MESSAGE_SIZE, "not the record that the index promises");
-        return false;
-    }
-    if (batch->pixels) {
-        const Kept kept = kept_pixels(payload, size);
-        if (kept.data) return resize_pixels(task, batch, kept, (ptrdiff_t)kept.width * 3, target, s, task->message);
-    } else if (is_record(payload, size) || has_rows(payload, size) || !memcmp(payload, "\xff\xd8\xff", 3)) {
-        return jpeg_crop_resize(payload, size, &batch->limits, &task->cut, batch->width, batch->height, batch->clamp, target,
-                                (IndexRoom){NULL, 0}, s, task->message);
-    }
-    snprintf(task->message, MESSAGE_SIZE, "an image of a format that Python opens");
-    return false;
-}
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
-/* Makes one row; runs without the GIL, in any thread. */
-static void run_task(Job *job, size_t number, Scratch *scratch) {
-    const Batch *batch = (Batch *)job;
-    Task *task = batch->tasks + batch->turns[number].task;
-    const ptrdiff_t plane = (ptrdiff_t)batch->width * batch->height;
-    uint8_t *base = (uint8_t *)batch->target.buf + task->row * plane * 3;
-    const Target target = {base, batch->channels_last ? batch->width * 3 : batch->width, batch->channels_last ? 1 : plane};
-    const Py_buffer *view = &task->view;
-    bool done;
-    const double start = now();
-    double read = start;
-    if (!view->obj) {
-        const uint8_t *payload = read_payload(&task->place, &scratch->record);
-        read = now();
-        done = make_from_record(task, batch, payload, target, scratch);
-    } else if (view->ndim == 3) {
-        const Kept pixels = {view->buf, (int)view->shape[1], (int)view->shape[0]};
-        done = resize_pixels(task, batch, pixels, view->strides[0], target, scratch, task->message);
-    } else {
-        done = jpeg_crop_resize(view->buf, (size_t)view->len, &batch->limits, &task->cut, batch->width, batch->height,
-                                batch->clamp, target, (IndexRoom){task->index.buf, (size_t)task->index.len}, scratch,
-                                task->message);
-    }
-    task->failed = !done;
-    task->reading = read - start;
-    task->making = now() - read;
-}
-
-static int by_size(const void *a, const void *b) {
-    const uint64_t left = ((const Turn *)a)->size, right = ((const Turn *)b)->size;
-    return left < right ? 1 : left > right ? -1 : 0;
-}
-
-static int begin_batch(Batch *batch) {
-    const size_t n = batch->job.tasks;
-    if (!(batch->turns = PyMem_Calloc(n ? n : 1, sizeof *batch->turns))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < n; i++) {
-        const Task *task = batch->tasks + i;
-        batch->turns[i] = (Turn){task->view.obj ? (uint64_t)task->view.len : task->place.length, i};
-    }
-    qsort(batch->turns, n, sizeof *batch->turns, by_size);
-    batch->job.run = run_task;
-    batch->begun = true;
-    pool_begin(&batch->job);
-    return 0;
-}
-
-static void free_batch(Batch *batch) {
-    if (batch->begun && pool_knows(&batch->job)) {
+static void free_rows(Rows *rows) {
+    if (rows->begun && pool_knows(&rows->batch.job)) {
         Py_BEGIN_ALLOW_THREADS
-        pool_cancel(&batch->job);
+        pool_cancel(&rows->batch.job);
         Py_END_ALLOW_THREADS
     }
-    for (size_t i = 0; i < batch->job.tasks; i++) {
-        if (batch->tasks[i].view.obj) PyBuffer_Release(&batch->tasks[i].view);
-        if (batch->tasks[i].index.obj) PyBuffer_Release(&batch->tasks[i].index);
-    }
-    if (batch->target.obj) PyBuffer_Release(&batch->target);
-    Py_XDECREF(batch->owner);
-    PyMem_Free(batch->tasks);
-    PyMem_Free(batch->turns);
-    PyMem_Free(batch);
+    while (rows->taken > 0) PyBuffer_Release(rows->views + --rows->taken);
+    if (rows->target.obj) PyBuffer_Release(&rows->target);
+    Py_XDECREF(rows->owner);
+    batch_free(&rows->batch);
+    PyMem_Free(rows->views);
+    PyMem_Free(rows);
 }
 
 static PyObject *failures(const Batch *batch) {
@@ -308,55 +197,57 @@ static PyObject *failures(const Batch *batch) {
 static PyObject *crop_resize(PyObject *self, PyObject *args) {
     PyObject *out, *items, *result = NULL;
     (void)self;
-    Batch *batch = PyMem_Calloc(1, sizeof *batch);
-    if (!batch) return PyErr_NoMemory();
+    Rows *rows = PyMem_Calloc(1, sizeof *rows);
+    if (!rows) return PyErr_NoMemory();
+    Batch *batch = &rows->batch;
     unsigned long long max_pixels;
     int strict;
     if (PyArg_ParseTuple(args, "OOppKp", &out, &items, &batch->channels_last, &batch->clamp, &max_pixels, &strict)) {
         batch->limits = (Limits){max_pixels, strict};
-        if (get_target(out, batch) == 0 && get_tasks(items, batch) == 0 && begin_batch(batch) == 0) {
+        if (get_target(out, rows) == 0 && get_tasks(items, rows) == 0) {
+            rows_begin(rows);
             Py_BEGIN_ALLOW_THREADS
             pool_wait(&batch->job);
             Py_END_ALLOW_THREADS
             result = failures(batch);
         }
     }
-    free_batch(batch);
+    free_rows(rows);
     return result;
 }
 
-/* ---------------------------------------------------------------- rows that threads make meanwhile */
-
 #define JOB "fastload rows"
 
-static void free_job(PyObject *capsule) { free_batch(PyCapsule_GetPointer(capsule, JOB)); }
+static void free_job(PyObject *capsule) { free_rows(PyCapsule_GetPointer(capsule, JOB)); }
 
 static PyObject *begin_rows(PyObject *self, PyObject *args) {
-    PyObject *out, *places, *rows, *seeds, *law, *owner;
+    PyObject *out, *places, *numbers, *seeds, *law, *owner;
     (void)self;
-    Batch *batch = PyMem_Calloc(1, sizeof *batch);
-    if (!batch) return PyErr_NoMemory();
+    Rows *rows = PyMem_Calloc(1, sizeof *rows);
+    if (!rows) return PyErr_NoMemory();
+    Batch *batch = &rows->batch;
     unsigned long long max_pixels;
     int strict;
-    if (PyArg_ParseTuple(args, "OOOOOpppKpO", &out, &places, &rows, &seeds, &law, &batch->pixels, &batch->channels_last,
+    if (PyArg_ParseTuple(args, "OOOOOpppKpO", &out, &places, &numbers, &seeds, &law, &batch->pixels, &batch->channels_last,
                          &batch->clamp, &max_pixels, &strict, &owner)) {
         batch->limits = (Limits){max_pixels, strict};
         Py_INCREF(owner);
-        batch->owner = owner;
-        if (get_law(law, &batch->law) == 0 && get_target(out, batch) == 0 && get_records(places, rows, seeds, batch) == 0 &&
-            begin_batch(batch) == 0) {
-            PyObject *capsule = PyCapsule_New(batch, JOB, free_job);
+        rows->owner = owner;
+        if (get_law(law, &batch->law) == 0 && get_target(out, rows) == 0 && get_records(places, numbers, seeds, rows) == 0) {
+            rows_begin(rows);
+            PyObject *capsule = PyCapsule_New(rows, JOB, free_job);
             if (capsule) return capsule;
         }
     }
-    free_batch(batch);
+    free_rows(rows);
     return NULL;
 }
 
 static PyObject *finish_rows(PyObject *self, PyObject *capsule) {
     (void)self;
-    Batch *batch = PyCapsule_GetPointer(capsule, JOB);
-    if (!batch) return NULL;
+    Rows *rows = PyCapsule_GetPointer(capsule, JOB);
+    if (!rows) return NULL;
+    Batch *batch = &rows->batch;
     if (!pool_knows(&batch->job)) {
         PyErr_SetString(PyExc_RuntimeError, "rows that were begun before a fork are the parent's to finish");
         return NULL;

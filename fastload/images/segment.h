@@ -63,20 +63,21 @@ static void will_need(const Place *place) {
 typedef struct {
     const uint8_t *data; /* NULL: it is no kept image */
     int width, height;
+    ptrdiff_t stride; /* bytes from row to row */
 } Kept;
 
 /* The image in a payload of cache mode "decoded": an array of pixels, or a tuple of one and an orientation, as
  * fastload/formats/sample.py writes them. */
 static Kept kept_pixels(const uint8_t *payload, size_t size) {
     static const uint8_t pair[] = {'t', 2, 0, 0, 0}, array[] = {'a', 3, 3, '|', 'u', '1'};
-    const Kept none = {NULL, 0, 0};
+    const Kept none = {NULL, 0, 0, 0};
     const size_t begin = memcmp(payload, pair, sizeof pair) ? 0 : sizeof pair, shape = begin + sizeof array;
     const size_t pixels = (shape + 24 + 63) / 64 * 64, behind = begin ? 9 : 0; /* the orientation: a tag and 8 bytes */
     if (size < SUM_LEAST || memcmp(payload + begin, array, sizeof array)) return none;
     const uint64_t height = sum_read(payload + shape), width = sum_read(payload + shape + 8);
     if (height < 1 || width < 1 || height >= 1 << 26 || width >= 1 << 26 || sum_read(payload + shape + 16) != 3) return none;
     if (pixels + height * width * 3 + behind != size || (behind && payload[size - behind] != 'i')) return none;
-    return (Kept){payload + pixels, (int)width, (int)height};
+    return (Kept){payload + pixels, (int)width, (int)height, (ptrdiff_t)width * 3};
 }
 
 #endif

@@ -1,9 +1,10 @@
 """Fuzz the JPEG kernel: `python -m tests.fuzz.kernel --seconds 60`.
 
 Builds the kernel's C code with AddressSanitizer, LeakSanitizer and UBSan into a program that mutates real
-JPEGs of every kind, and records of them, and decodes them with random crops (see kernel.c). A finding stops
-the run, prints the sanitizer's report and keeps the input. The system's libjpeg is not instrumented itself,
-but what it allocates and what it is given is.
+JPEGs of every kind, and records of them, and decodes them with random crops (see kernel.c); and into one
+whose threads make rows from records of a cache (see pool.c), which runs under ThreadSanitizer too. A finding
+stops the run, prints the sanitizer's report and keeps the input. The system's libjpeg is not instrumented
+itself, but what it allocates and what it is given is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from tests.photos import variants
 
 ROOT = Path(__file__).parents[2]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+PROGRAMS = {  # name -> source, sanitizers
+    "kernel": ("kernel.c", SANITIZE),
+    "pool": ("pool.c", SANITIZE),
+    "races": ("pool.c", ["-fsanitize=thread"]),
+}
 MAX_PIXELS = 1_000_000  # small, so that mutated sizes cost little
 
 
@@ -47,13 +53,13 @@ def missing() -> str | None:
     return None if probe.returncode == 0 else "no libjpeg headers or no sanitizers"
 
 
-def build(folder: Path, root: Path) -> Path:
-    """Compile the fuzzer from the sources below `root`."""
-    program = folder / "kernel_fuzz"
-    flags = ["-std=gnu11", "-O2", "-g", *SANITIZE]
-    subprocess.run(
-        ["cc", *flags, str(root / "tests/fuzz/kernel.c"), "-o", str(program), "-ljpeg", "-lm"], check=True
-    )
+def build(name: str, folder: Path, root: Path) -> Path:
+    """Compile one of `PROGRAMS` from the sources below `root`."""
+    source, sanitizers = PROGRAMS[name]
+    program = folder / f"{name}_fuzz"
+    flags = ["-std=gnu11", "-O2", "-g", "-pthread", *sanitizers]
+    command = ["cc", *flags, str(root / "tests/fuzz" / source), "-o", str(program), "-ljpeg", "-lm"]
+    subprocess.run(command, check=True)
     return program
 
 
@@ -68,11 +74,11 @@ def corpus(folder: Path) -> list[str]:
     return paths
 
 
-def run(seconds: int, seed: int = 0, root: Path = ROOT) -> Report:
-    """Fuzz for so long. Leaves the input of a finding in the temporary folder, and names it."""
+def run(seconds: int, seed: int = 0, root: Path = ROOT, name: str = "kernel") -> Report:
+    """Fuzz with one of `PROGRAMS`. Leaves the input of a finding in the temporary folder, and names it."""
     folder = Path(tempfile.mkdtemp(prefix="fastload-fuzz-"))
     report = Report()
-    program, *arguments = str(build(folder, root)), str(seed), str(MAX_PIXELS), *corpus(folder)
+    program, *arguments = str(build(name, folder, root)), str(seed), str(MAX_PIXELS), *corpus(folder)
     env = {**os.environ, "ASAN_OPTIONS": "allocator_may_return_null=1", "LD_PRELOAD": ""}
     # LeakSanitizer needs ptrace, which some containers forbid: then a run of 0 seconds already fails.
     idle = subprocess.run([program, "0", *arguments], cwd=folder, env=env, capture_output=True, check=False)
@@ -89,7 +95,9 @@ def run(seconds: int, seed: int = 0, root: Path = ROOT) -> Report:
     if counts:
         report.runs, report.decoded, report.refused = map(int, counts.groups())
     if failed:
-        report.crashes.append(f"input kept in {folder}/last.jpg\n{output}")
+        report.crashes.append(
+            f"input kept in {folder}/{'last.jpg' if name == 'kernel' else 'segment'}\n{output}"
+        )
     else:
         shutil.rmtree(folder)
     return report
@@ -103,14 +111,17 @@ def main() -> int:
     if (reason := missing()) is not None:
         sys.stderr.write(f"cannot fuzz here: {reason}\n")
         return 1
-    report = run(options.seconds, options.seed)
-    for crash in report.crashes:
-        sys.stderr.write(crash + "\n")
-    sys.stdout.write(
-        f"kernel: {report.runs} mutants in {options.seconds} s, {report.decoded} decoded, "
-        f"{report.refused} refused, {len(report.crashes)} findings\n"
-    )
-    return 1 if report.crashes else 0
+    findings = 0
+    for name in PROGRAMS:
+        report = run(options.seconds, options.seed, name=name)
+        for crash in report.crashes:
+            sys.stderr.write(crash + "\n")
+        findings += len(report.crashes)
+        sys.stdout.write(
+            f"{name}: {report.runs} images in {options.seconds} s, {report.decoded} decoded, "
+            f"{report.refused} refused, {len(report.crashes)} findings\n"
+        )
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

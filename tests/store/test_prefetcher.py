@@ -25,7 +25,7 @@ from fastload.errors import StoreError
 from fastload.fetch import threads
 from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.queues import Part, Read, ReaderQueues
+from fastload.fetch.queues import Read, ReaderQueues, Request
 from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.images.kernel import active
@@ -248,7 +248,7 @@ def test_threads_are_started_for_the_share_of_an_iteration_beside_a_paused_one(t
     limiter = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters()).limiter
     queues = ReaderQueues(limiter, ByteBudget(20_000))
     for reader in ("paused", "other"):
-        queues.add([Part(Read(index, 1000), 0, 1000) for index in range(40)], reader)
+        queues.add([Request(Read(index, 1000), 0, 1000) for index in range(40)], reader)
         while (queue := queues.startable()) is not None and reader == "paused":
             queues.begin(queue, 1.0)
     assert queues.held == 20_000 and queues.may_begin() == 1 + 10
@@ -402,13 +402,13 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
     no_leaks: None,
 ) -> None:
     use(IN_RANGES)
-    claims: list[bytes] = []
-    claim = Cache.lock_inflight
+    locked: list[bytes] = []
+    lock = Cache.lock_inflight
 
     def slow(cache: Cache, wanted: bytes) -> bool:
         time.sleep(0.05)  # the other threads have begun their ranges meanwhile
-        claims.append(wanted)
-        return claim(cache, wanted)
+        locked.append(wanted)
+        return lock(cache, wanted)
 
     monkeypatch.setattr(Cache, "lock_inflight", slow)
     body = random.Random(1).randbytes(8000)
@@ -416,11 +416,11 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")
         opened = dataset._prefetchers.get()
         if not guarded:
-            opened._cached._reserving = contextlib.nullcontext()  # type: ignore[assignment]
+            opened._samples._reserving = contextlib.nullcontext()  # type: ignore[assignment]
         dataset.prefetch([0])
         assert bytes(dataset[0]) == body
         dataset.close()
-    assert (len(claims) == 1) is guarded
+    assert (len(locked) == 1) is guarded
 
 
 def test_changed_large_object_is_read_again_once(use: Callable[[ReadSettings], None], no_leaks: None) -> None:

@@ -450,31 +450,53 @@ def fuzz() -> Any:
     return fuzz
 
 
-def test_a_short_fuzz_run_finds_nothing(fuzz: Any) -> None:
-    report = fuzz.run(seconds=2, seed=1)
+@pytest.mark.parametrize("program", ["kernel", "pool", "races"])
+def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
+    report = fuzz.run(seconds=2, seed=1, name=program)
     assert report.crashes == []
     assert report.runs > 100 and report.decoded > 10
 
 
 @pytest.mark.parametrize(
-    ("name", "sound", "planted", "told"),
+    ("name", "sound", "planted", "told", "program"),
     [
         (  # rows of the ring that are one byte too short
             "jpeg.h",
             "((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64",
             "((size_t)d->jpeg.output_width * 3 - 1)",
             "AddressSanitizer",
+            "kernel",
         ),
-        ("huffman.h", "return b.made_up <= (b.count & 63);", "return true;", "huffman.h: 1"),
+        ("huffman.h", "return b.made_up <= (b.count & 63);", "return true;", "huffman.h: 1", "kernel"),
         # an index of rows: DC predictors that are left out, and a place that is off by some bits
-        ("huffman.h", "scan->last_dc[c] = last_dc[c];", "scan->last_dc[c] = 0;", "with an index of rows"),
-        ("huffman.h", "* 8 + (-unread & 7)", "* 8 + (unread & 7)", "with an index of rows"),
+        (
+            "huffman.h",
+            "scan->last_dc[c] = last_dc[c];",
+            "scan->last_dc[c] = 0;",
+            "with an index of rows",
+            "kernel",
+        ),
+        ("huffman.h", "* 8 + (-unread & 7)", "* 8 + (unread & 7)", "with an index of rows", "kernel"),
+        (
+            "segment.h",
+            "height * width * 3 + behind != size",
+            "height * width * 3 + behind < size",
+            "AddressSan",
+            "pool",
+        ),
+        (
+            "pool.h",
+            "    Scratch scratch;",
+            "    static Scratch scratch;",
+            "ThreadSanitizer: data race",
+            "races",
+        ),
     ],
 )
 def test_fuzzing_finds_a_planted_bug(
-    name: str, sound: str, planted: str, told: str, fuzz: Any, tmp_path: Path
+    name: str, sound: str, planted: str, told: str, program: str, fuzz: Any, tmp_path: Path
 ) -> None:
-    sources = [*fuzz.ROOT.glob("fastload/images/*.h"), fuzz.ROOT / "tests/fuzz/kernel.c"]
+    sources = [*fuzz.ROOT.glob("fastload/images/*.h"), *fuzz.ROOT.glob("tests/fuzz/*.c")]
     for source in sources:
         part = tmp_path / source.relative_to(fuzz.ROOT)
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -482,8 +504,9 @@ def test_fuzzing_finds_a_planted_bug(
     header = tmp_path / "fastload/images" / name
     assert sound in header.read_text()
     header.write_text(header.read_text().replace(sound, planted))
-    report = fuzz.run(seconds=20, seed=1, root=tmp_path)
+    report = fuzz.run(seconds=20, seed=1, root=tmp_path, name=program)
     assert len(report.crashes) == 1 and told in report.crashes[0]
-    kept = Path(re.findall("input kept in (.*)", report.crashes[0])[0])
-    assert kept.read_bytes()[:2] in (b"\xff\xd8", b"\x89D")  # a JPEG, or a record
+    kept = Path(re.findall("kept in (.*)", report.crashes[0])[0])
+    # A JPEG, a record of one, or a segment with all records.
+    assert kept.read_bytes()[:2] in (b"\xff\xd8", b"\x89D", b"FL")
     shutil.rmtree(kept.parent)
