@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
-from fastload.cli.data_source import AUTO, DataUrl, Images, SourceOptions, find_kind, open_images
+from fastload.cli.data_source import DataUrl, Images, SourceOptions, find_kind, open_images
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.report import Lines, MeasuredEpoch, MeasuredReport, dimmed
@@ -108,7 +108,7 @@ def bench(
         import fastload  # it imports torch, which takes seconds
 
         start = time.perf_counter()
-        kind = find_kind(url, options) if source.kind == AUTO else source.kind
+        kind = find_kind(url, options, source.kind)
         crop = fastload.RandomResizedCrop(size, flip=0.5)
         opened = open_images(url, kind, source, crop, cache=kept, storage_options=options)
         seconds = time.perf_counter() - start

@@ -44,7 +44,6 @@ SizeLimit = Annotated[
         show_default="the free disk",
     ),
 ]
-Refresh = Annotated[bool, typer.Option("--refresh", help="Index all shards, and overwrite index files.")]
 ListingMaxAge = Annotated[
     str,
     typer.Option(

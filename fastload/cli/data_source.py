@@ -116,8 +116,8 @@ def dataset_class(kind: str) -> Any:
     return getattr(fastload, _DATASETS[kind])
 
 
-def find_kind(url: str, options: dict[str, Any]) -> str:
-    """Return the kind of what is at `url`: by its name, else by the first keys below it.
+def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
+    """Return the kind of what is at `url`: as asked for, else by its name, else by the first keys below it.
 
     Raises:
         ArgumentError, StoreError: as a dataset's.
@@ -126,6 +126,8 @@ def find_kind(url: str, options: dict[str, Any]) -> str:
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
 
+    if asked != AUTO:
+        return asked
     url = next(expand_braces(url))
     last = url.rpartition("/")[2].lower()
     if last.endswith(".json"):  # wids
@@ -217,7 +219,10 @@ class Target:
 
         store = open_store(self.url, **self.storage_options)
         url = store.address if isinstance(store, LocalStore) else self.url
-        return replace(self, url=url, cache=absolute(self.cache))
+        files = self.source.files
+        if files is not None and "://" not in files:
+            files = absolute(files)
+        return replace(self, url=url, cache=absolute(self.cache), source=replace(self.source, files=files))
 
     def open(self, listing_max_age: float | str) -> tuple[Any, str]:
         """Return (the dataset over the listed objects, the kind of the data)."""
@@ -225,7 +230,7 @@ class Target:
 
         kept = self.cached.open(self.cache)
         check_usable(kept)
-        kind = self.source.kind if self.source.kind != AUTO else find_kind(self.url, self.storage_options)
+        kind = find_kind(self.url, self.storage_options, self.source.kind)
         if kind == "tfrecord" and self.source.features is None and self.cached.mode not in ("auto", "raw"):
             raise ArgumentError(
                 f"mode {self.cached.mode.value!r} keeps the features of a record: pass those of the "

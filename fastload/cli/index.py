@@ -116,7 +116,7 @@ def index(
         if refresh and cache is not None:
             raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
         options = store.parse()
-        found = find_kind(url, options) if kind == AUTO else kind
+        found = find_kind(url, options, kind)
         if found not in INDEXABLE:
             raise ArgumentError(
                 f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"

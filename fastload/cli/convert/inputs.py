@@ -17,7 +17,7 @@ from xxhash import xxh3_64
 
 from fastload.cache.listings import Listings
 from fastload.cli.convert.sample_forms import Sample, sound_payload, split_name
-from fastload.cli.data_source import AUTO, FOLDER, INDEXABLE, OBJECTS, find_kind, list_shards
+from fastload.cli.data_source import FOLDER, INDEXABLE, OBJECTS, find_kind, list_shards
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import ObjectSource
@@ -76,8 +76,7 @@ def open_input(url: str, kind: str, options: dict[str, Any], shard_size: int, se
     Raises:
         ArgumentError: `convert` does not read that kind. Otherwise as a dataset.
     """
-    if kind == AUTO:
-        kind = find_kind(url, options)
+    kind = find_kind(url, options, kind)
     if kind in (FOLDER, OBJECTS):
         return ObjectsInput(kind, url, open_store(url, **options), shard_size, seed)
     if kind in INDEXABLE:

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
 from fastload.cli.data_source import (
-    AUTO,
     INDEXABLE,
     DataUrl,
     SourceOptions,
@@ -168,7 +167,7 @@ def plan(
         capacity = parse_size(size_limit, "--size-limit")
         disk = None if cache is None else probe_disk(cache)
         kept = {"short_side": short_side, "quality": quality}
-        kind = find_kind(url, options) if source.kind == AUTO else source.kind
+        kind = find_kind(url, options, source.kind)
         if kind in INDEXABLE:
             probe = _probe_shards(
                 kind, url, options, objects=objects, size=size, workers=num_workers, cache=kept
