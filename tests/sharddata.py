@@ -16,6 +16,7 @@ import torch
 
 import fastload
 from fastload import RandomResizedCrop
+from fastload.datasets.wrappers import view_of
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader
@@ -100,14 +101,14 @@ def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def batches(data: Any, stream: Any, size: int = 16, epoch: int = 0) -> Iterator[tuple[list[int], Any]]:
     """(ids, batch) of a stream, as a loader makes them."""
     while ids := stream.take(size):
-        batch = data.new_batch(len(ids), ordinary)
+        batch = view_of(data).new_batch(len(ids), ordinary)
         if batch is None:
             yield ids, [data[one] for one in ids]
         else:
-            failures = data.fill(batch, list(enumerate(ids)), 5, epoch)
+            failures = view_of(data).fill(batch, list(enumerate(ids)), 5, epoch)
             if failures:
                 raise failures[0][1]
-            yield ids, batch
+            yield ids, batch.columns
 
 
 def read(
@@ -133,10 +134,10 @@ def at_random(data: Any, epoch: int = 0) -> Any:
     """One batch of everything, by number."""
     n = len(data)
     data.prefetch(range(n))
-    batch = data.new_batch(n, ordinary)
-    failures = data.fill(batch, [(row, row) for row in range(n)], 5, epoch)
+    batch = view_of(data).new_batch(n, ordinary)
+    failures = view_of(data).fill(batch, [(row, row) for row in range(n)], 5, epoch)
     assert not failures, failures
-    return batch
+    return batch.columns
 
 
 def loader_of(data: Any, workers: int, **arguments: Any) -> Any:

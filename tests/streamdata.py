@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests
+from fastload.datasets.views import PlainView
 from fastload.metrics.counters import Counters
 
 
@@ -155,14 +156,27 @@ class RowShards(Shards):
         super().__init__(*arguments, **options)
         self.counters = Counters()
 
+    def _view(self) -> RowShardsView:
+        return RowShardsView(self)
+
+
+class RowShardsView(PlainView):
+    reads_ahead = True
+
+    def leaves(self) -> Iterator[RowShards]:
+        yield self.dataset
+
+    def writes(self) -> bool:
+        return True
+
     def prefetch(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if not self._numbered:
+            if not self.dataset._numbered:
                 raise TypeError(f"sample {index} of these shards is not indexed yet")
 
     def cancel(self, indices: Iterable[int]) -> None:
         for index in indices:
-            self._held.pop(index, None)
+            self.dataset._held.pop(index, None)
 
     def new_batch(self, n: int, allocate: Allocate) -> torch.Tensor:
         return allocate((n, 3), torch.int64)
@@ -171,7 +185,7 @@ class RowShards(Shards):
         failures: RowErrors = []
         for row, index in todo:
             try:
-                batch[row] = torch.tensor(self[index])
+                batch[row] = torch.tensor(self.dataset[index])
             except Exception as error:
                 failures.append((row, error))
         return failures

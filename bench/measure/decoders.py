@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import fastload
+from fastload.datasets.wrappers import view_of
 from fastload.gpu.decoding import Decoding
 from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import Counters
@@ -38,12 +39,13 @@ def encoded_batch(choice: str, photos: int, batch: int, cache: str) -> Any:
     def allocate(shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
 
-    parts = dataset.new_encoded_batch(batch, allocate)
+    view: Any = view_of(dataset)
+    parts = view.new_encoded_batch(batch, allocate)
     dataset.prefetch(range(batch))
-    failures = dataset.fill(parts, [(row, row) for row in range(batch)], 0, 0)
+    failures = view.fill(parts, [(row, row) for row in range(batch)], 0, 0)
     assert not failures, failures
     dataset.close()
-    return dataset.finish_encoded_batch(parts)[0]
+    return view.finish_encoded_batch(parts)[0]
 
 
 def decode_rate(choice: Any, device: str, encoded: Any, rounds: int) -> dict[str, Any]:

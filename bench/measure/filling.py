@@ -31,7 +31,8 @@ from bench.measure.cold import Place, places
 from bench.measure.epochs import epoch, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, RandomResizedCrop
-from fastload.datasets.prepare import PrepareStep
+from fastload.cache.codecs import Images
+from fastload.datasets.payloads import ObjectPayloads
 from fastload.images.dct import with_rows
 
 MODES = ("none", "auto", "raw", "dct", "shrunk", "decoded")
@@ -62,19 +63,19 @@ def take(place: Place, photos: list[bytes], mode: str) -> Turn:
         before = _cpu()
         run = epoch(shuffled(place.crops(cache)))
         user, system = (1e3 * (b - a) / run.images for a, b in zip(before, _cpu(), strict=True))
-        return Turn(run, user, system, *bare(photos, PrepareStep(cache, None, images=("dct", "auto"))))
+        return Turn(run, user, system, *bare(photos, ObjectPayloads(cache, None, images=Images.CROPPED)))
 
 
-def bare(photos: list[bytes], step: PrepareStep) -> tuple[float, float]:
+def bare(photos: list[bytes], way: ObjectPayloads) -> tuple[float, float]:
     """(to make the payloads, to cut a sample from each): user milliseconds an image, on one core."""
-    prepare = with_rows if step.mode == "auto" else step.prepare or (lambda photo: photo)
+    prepare = with_rows if way.codec.chooses else way.encode or (lambda photo: photo)
     crop = RandomResizedCrop(SIZE, flip=0.5)
     out = np.empty((ROWS, *crop.sample_shape), np.uint8)
     payloads: list[Any] = []
 
     def cut() -> None:
         for at in range(0, len(photos), ROWS):
-            images = [step.restore(payload, readonly=True) for payload in payloads[at : at + ROWS]]
+            images = [way.open(payload, readonly=True) for payload in payloads[at : at + ROWS]]
             failed = crop.fill(out[: len(images)], images, [random.getrandbits(64) for _ in images])
             assert not failed, failed
 

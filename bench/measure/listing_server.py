@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from bench.data import ROOT
 from fastload.cli.demo.photos import make_photo
 from fastload.cli.demo.tether import tethered
-from fastload.datasets.view import View
+from fastload.datasets.image_folder import ReadOnlyList
 
 __all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]
 
@@ -41,7 +41,7 @@ def bucket_of(count: int) -> str:
     return f"objects-{count}"
 
 
-class Keys(View[str]):
+class Keys(ReadOnlyList[str]):
     """The keys of a bucket, in order, each made when it is asked for."""
 
     def __init__(self, count: int) -> None:

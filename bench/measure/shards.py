@@ -39,8 +39,8 @@ from bench.measure.epochs import (
 )
 from bench.peers.peer import Peer, Run
 from fastload import Cache, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
+from fastload.cache.codecs import MODES
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.plan.model import MODES
 from fastload.cli.report import describe_machine
 
 FEATURES = {"image": bytes, "label": int}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import ROOT, photo_folder
-from fastload.cli.plan.model import MODES
+from fastload.cache.codecs import MODES
 from fastload.cli.report import describe_machine
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"

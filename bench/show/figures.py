@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastload.cli.plan.model import MODES
+from fastload.cache.codecs import MODES
 
 __all__ = [
     "MAIN",

@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from bench.show.figures import MAIN, find, rows_of
+from fastload.cache.codecs import MODES
 from fastload.cli.plan.model import (
-    MODES,
     NODE_REQUESTS,
     Data,
     Demand,

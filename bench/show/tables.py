@@ -20,7 +20,7 @@ from bench.show.figures import (
     spread,
     table,
 )
-from fastload.cli.plan.model import MODES
+from fastload.cache.codecs import MODES
 
 __all__ = [
     "decode_only",

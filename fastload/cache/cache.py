@@ -8,15 +8,16 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lmdb
 
 from fastload.cache import maintenance
 from fastload.cache.access import Access
-from fastload.cache.checks import absolute, check_kernel, whole_number
+from fastload.cache.checks import absolute, whole_number
+from fastload.cache.codecs import CODECS, CacheCodec, Mode
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
-from fastload.cache.keys import Digest, Mode, add_parts, first_digest
+from fastload.cache.keys import Digest, add_parts, first_digest
 from fastload.cache.maintenance import Report
 from fastload.cache.segment import (
     FORMAT,
@@ -56,7 +57,7 @@ def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
         raise ArgumentError(
             f"cache must be a fastload.Cache, the path of a directory, or None: found {cache!r}"
         )
-    if cache in get_args(Mode):
+    if cache in CODECS:
         raise ArgumentError(
             f"cache={cache!r} is a mode, and the directory is missing: give Cache(directory, {cache!r}); "
             f"for a directory of that name, write './{cache}'"
@@ -88,7 +89,7 @@ class Cache:
         mode: the kind of payload: "raw" the object's bytes; "dct" a JPEG without its Huffman codes, with the
             same pixels, which needs the compiled kernel; "shrunk" a smaller JPEG; "decoded" pixels (uint8,
             HWC). "auto": "raw" or "dct", as the first samples, the disk and the cores suggest; see
-            `fastload.datasets.cache_choice`. Samples that are no images are kept as in "raw" by both.
+            `fastload.datasets.cache_forecast`. Samples that are no images are kept as in "raw" by both.
         size_limit: bytes on disk for all processes that use the directory with this limit, as int or as text
             such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays
             free). The index is not included; it takes about 100 bytes per object.
@@ -121,10 +122,9 @@ class Cache:
     ) -> None:
         self.path = absolute(path)
         need_linux()
-        if mode not in get_args(Mode):
-            raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
-        if mode == "dct":
-            check_kernel()
+        if mode not in list(CODECS):
+            raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(CODECS)}")
+        CODECS[mode].check_available()
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
         self.short_side = whole_number("short_side", short_side, 65535)
@@ -144,7 +144,8 @@ class Cache:
         self._prepare()
 
     def _prepare(self) -> None:
-        self._first_digests: dict[Mode, Digest] = {}  # by mode
+        self._first_digests: dict[str, Digest] = {}  # by mode
+        self._plain_codec = CODECS[self.mode](self.short_side, self.quality).without_choice()
         self._access = ProcessLocal(partial(Access, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,7 +159,14 @@ class Cache:
         limit = "" if self.size_limit is None else f", size_limit={self.size_limit}"
         return f"Cache({self.path!r}, {self.mode!r}{limit})"
 
-    def key(self, *parts: str | bytes, beginning: Digest | None = None, mode: Mode | None = None) -> bytes:
+    @property
+    def codec(self) -> CacheCodec:
+        """What this cache keeps of an image."""
+        return CODECS[self.mode](self.short_side, self.quality, self.keeps)
+
+    def key(
+        self, *parts: str | bytes, beginning: Digest | None = None, codec: CacheCodec | None = None
+    ) -> bytes:
         """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
 
         Whatever tells two payloads apart must be among the parts: the store's identity, the object's key and
@@ -166,20 +174,19 @@ class Cache:
 
         Args:
             beginning: of the parts before these; see `key_beginning`.
-            mode: "raw" or "dct", of payloads that are not of this cache's mode. Default: the cache's; in mode
-                "auto" that is "raw".
+            codec: of the payload. Default: that of the cache's mode; in mode "auto" that of "raw".
         """
-        return add_parts(beginning or self._first_digest(mode), parts).digest()
+        return add_parts(beginning or self._first_digest(codec), parts).digest()
 
-    def key_beginning(self, *parts: str | bytes, mode: Mode | None = None) -> Digest:
+    def key_beginning(self, *parts: str | bytes, codec: CacheCodec | None = None) -> Digest:
         """The first parts of many keys, digested once."""
-        return add_parts(self._first_digest(mode), parts)
+        return add_parts(self._first_digest(codec), parts)
 
-    def _first_digest(self, mode: Mode | None) -> Digest:
-        mode = mode or ("raw" if self.mode == "auto" else self.mode)
-        if mode not in self._first_digests:
-            self._first_digests[mode] = first_digest(mode, self.short_side, self.quality)
-        return self._first_digests[mode]
+    def _first_digest(self, codec: CacheCodec | None) -> Digest:
+        codec = codec or self._plain_codec
+        if codec.key_mode not in self._first_digests:
+            self._first_digests[codec.key_mode] = first_digest(codec)
+        return self._first_digests[codec.key_mode]
 
     @property
     def counters(self) -> Counters:

@@ -9,17 +9,6 @@ from pathlib import Path
 from fastload.errors import ArgumentError
 
 
-def check_kernel() -> None:
-    """Refuse mode "dct" where nothing can decode its records."""
-    from fastload.images import dct  # only here, for it brings torch along
-
-    if not dct.available():
-        raise ArgumentError(
-            "mode='dct' needs fastload's compiled kernel, which is missing here: use mode='raw', or 'auto', "
-            "which is 'raw' without it; fastload doctor says what to install"
-        )
-
-
 def absolute(path: str | os.PathLike[str]) -> str:
     """The absolute path of a directory on a local disk."""
     text = os.fspath(path)

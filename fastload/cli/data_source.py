@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.command_options import CacheMode, CacheOptions, check_usable
+from fastload.cli.command_options import CacheOptions, check_usable
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.shards.formats import FORMATS, format_of, format_of_index
 
@@ -231,13 +231,13 @@ class Target:
         kept = self.cached.open(self.cache)
         check_usable(kept)
         kind = find_kind(self.url, self.storage_options, self.source.kind)
-        if kind == "tfrecord" and self.source.features is None and self.cached.mode not in ("auto", "raw"):
+        if kind == "tfrecord" and self.source.features is None and kept.codec.wants_images:
             raise ArgumentError(
                 f"mode {self.cached.mode.value!r} keeps the features of a record: pass those of the "
                 "training, as in --features image=bytes,label=int"
             )
-        # The records of mode dct are for transforms that decode them.
-        crop = self.cached.mode is CacheMode.dct and kind in (OBJECTS, "tfrecord")
+        # Records that a cache can only keep of images are for transforms that decode them.
+        crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
         dataset = open_dataset(
             self.url,
             kind,
@@ -386,7 +386,6 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
                 form.splitter,
                 ahead=ReadAhead(1 << 20, 1),
                 pool=pool,
-                counters=Counters(),
             )
             while len(records) < _RECORDS and size < _BYTES and (record := reader.next()) is not None:
                 if record.error is not None:

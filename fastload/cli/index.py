@@ -210,7 +210,7 @@ class _Kept:
 
 def _run(target: _Files | _Kept, output: Output) -> Indexed:
     """Index the shards that have no index yet."""
-    from fastload.shards.indexing import Indexing
+    from fastload.shards.filling import Indexing
 
     shards = [target.shards[number] for number in range(len(target.shards))]
     indexing = Indexing(target.shards.store, target.form, target.present, files=target.files)

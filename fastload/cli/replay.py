@@ -189,7 +189,7 @@ def replay(
 ) -> None:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
     with answering(as_json) as output:
-        from fastload.order.state import read_state
+        from fastload.order.state import parse_state, read_state
 
         saved = read_state(state, at)
         options = store.parse()
@@ -198,8 +198,9 @@ def replay(
             with made.reading():
                 with warnings.catch_warnings(action="ignore"):  # of what is unlike the run, the notes tell
                     made.loader.load_state_dict(saved)
-                epoch = saved["epoch"] if epoch is None else epoch
-                numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
+                known = parse_state(saved, "the state")
+                epoch = known.epoch if epoch is None else epoch
+                numbers = _ranks(rank, world_size, known.replicas_at(epoch, step))
                 parts = [
                     _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
                     for number in numbers
@@ -245,15 +246,6 @@ def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, 
     found = restore(saved, url=data, storage_options=options)
     with reading_state():
         return _Made(fastload.DataLoader(**found.arguments), *found[1:])
-
-
-def _world_of(saved: Mapping[str, Any], epoch: int, step: int) -> int | None:
-    """How many ranks read that step; None where the order is not dealt to ranks."""
-    epochs = saved["history"]["epochs"]
-    segments = [one for record in epochs if record["epoch"] == epoch for one in record["segments"]]
-    world = next((one["replicas"] for one in reversed(segments) if one["step"] <= step), None)
-    found = saved["num_replicas"] if world is None else world
-    return None if found is None else int(found)
 
 
 def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int | None]:

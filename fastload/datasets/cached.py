@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
-from fastload.datasets.prepare import check_fingerprint
+from fastload.datasets.payloads import check_fingerprint
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
@@ -60,10 +60,10 @@ def cached(
     kept_in = as_cache(cache)
     if kept_in is None:
         raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
-    if kept_in.mode == "dct":
+    if not kept_in.codec.keeps_samples:
         raise ArgumentError(
-            "cache mode 'dct' is for the encoded images of fastload's datasets, and cached() keeps samples: "
-            "leave mode= out, or give 'raw'"
+            f"cache mode {kept_in.mode!r} is for the encoded images of fastload's datasets, and cached() "
+            "keeps samples: leave mode= out, or give 'raw'"
         )
     check_dataset(dataset)
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests, StreamDataset
+from fastload.datasets.samples import RowBatch
 from fastload.datasets.seeds import SampleSeeds, digest
 from fastload.datasets.views import MadeSample, Reach, View, check_indexed, reraise
 from fastload.images.rng import mix_all
@@ -139,6 +140,9 @@ class MapView(ChoosingView):
 
     def _apply(self, make: MadeSample) -> Any:
         return self._function(make())
+
+    def made_by_kernel(self) -> bool:
+        return False
 
     def form(self) -> Any:
         return None  # the function takes samples, not rows
@@ -287,9 +291,6 @@ class StackView(View):
         batches = [part.new_batch(n, allocate) for part in self.parts]
         if any(batch is None for batch in batches):
             return None
-        leaves = [id(leaf) for leaf in self.leaves()]
-        if len(set(leaves)) < len(leaves) and any(_structure_of(batch) is None for batch in batches):
-            return None  # one dataset twice, and it may keep what belongs to the batch that it fills
         return batches if self._names is None else dict(zip(self._names, batches, strict=True))
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
@@ -359,6 +360,8 @@ def _deal(
 
 def _structure_of(batch: Any) -> Any:
     """The structure, shapes and dtypes of a batch; None for one that has more to it than that."""
+    if isinstance(batch, RowBatch):
+        return _structure_of(batch.columns) if batch.is_complete else None
     if isinstance(batch, torch.Tensor):
         return batch.shape, batch.dtype
     if type(batch) is dict and batch:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
 
 from fastload.cache import Cache
-from fastload.cache.keys import Mode
-from fastload.datasets.base import check_function
-from fastload.datasets.objects import ObjectDataset
+from fastload.cache.codecs import Images
+from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.pairs import images_kept
-from fastload.datasets.protocols import Allocate, RowErrors
-from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.view import View
+from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape, Transform, check_function
+from fastload.datasets.samples import SampleBuilder
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
-from fastload.images.encoded import EncodedBatch
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
@@ -29,7 +27,12 @@ _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
 _RELABEL = "change labels with target_transform=, or override __getitem__"
 _NAME = "pass the class names, in the order of their indices, as classes="
 _HOOKS = dict.fromkeys(("find_classes", "make_dataset"), f"{_NAME}; {_CHOOSE}")
+_CHUNK = 4096
+_WHOLE, _SHOWN = 20, 3  # items of a list whose text is whole; of each end of a longer one
+_IMAGE, _TARGET = "image", "target"
 _OPEN = "open images with transform=, or in a __getitem__ of your own"
+
+T = TypeVar("T")
 
 
 class ImageFolder(ObjectDataset):
@@ -72,7 +75,7 @@ class ImageFolder(ObjectDataset):
         AccessDeniedError, StoreError: as in `ObjectDataset`.
     """
 
-    computed: ClassVar[dict[str, str]] = {
+    _computed: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("samples", "imgs"), f"{_CHOOSE}; {_RELABEL}"),
         "targets": f"{_RELABEL}; {_CHOOSE}",
         **dict.fromkeys(("classes", "class_to_idx"), _NAME),
@@ -94,10 +97,9 @@ class ImageFolder(ObjectDataset):
         listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
-        for name, instead in (self.computed | _HOOKS).items():
+        for name, instead in (self._computed | _HOOKS).items():
             if getattr(type(self), name, None) is not getattr(ImageFolder, name, None):
                 raise ArgumentError(f"{type(self).__name__}.{name} is not supported: {instead}")
-        check_function("target_transform", target_transform)
         self.target_transform = target_transform
         self._classes: list[str] | None = None if classes is None else _checked_names(classes)
         self._allow_empty = allow_empty
@@ -130,49 +132,26 @@ class ImageFolder(ObjectDataset):
     @property
     def targets(self) -> Sequence[int]:
         """The class index of every sample."""
-        return View(len(self._manifest), self._labels, self.computed["targets"])
+        return ReadOnlyList(len(self._manifest), self._labels, self._computed["targets"])
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
         """(key, class index) of every sample."""
-        return View(len(self._manifest), self._entries, self.computed["samples"])
+        return ReadOnlyList(len(self._manifest), self._entries, self._computed["samples"])
 
     imgs = samples
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return super().__getitem__(index), self._target(self._record(index))
+    @property
+    def target_transform(self) -> Any:
+        """As it was given; it may be set again."""
+        return self._target_transform
 
-    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        images = super().new_batch(n, allocate)
-        return None if images is None else [images, self._new_targets(n, allocate)]
-
-    def finish_batch(self, batch: Any) -> Any:
-        """See `fastload.datasets.protocols.finish_batch`."""
-        images, targets = batch
-        if isinstance(targets, list):
-            targets = default_collate(tuple(targets))  # type: ignore[arg-type]  # so texts stay a tuple, as in torch
-        return [images, targets]
-
-    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
-        return [super().new_encoded_batch(n, allocate), self._new_targets(n, allocate)]
-
-    def finish_encoded_batch(self, batch: Any) -> Any:
-        return self.finish_batch([super().finish_encoded_batch(batch[0]), batch[1]])
-
-    def sample(self, batch: Any, row: int) -> tuple[Any, Any]:
-        images, targets = batch
-        target = targets[row] if isinstance(targets, list) else int(targets[row])
-        return super().sample(images, row), target
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        super().copy_row(batch, target, source)
-        targets = batch[1]
-        targets[target] = targets[source]
-
-    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        assert self._manifest.labels is not None
-        labels = self._index_of[self._manifest.labels[records]]
-        return super().identities(records) + labels.view(np.uint64)
+    @target_transform.setter
+    def target_transform(self, function: Callable[[int], Any] | None) -> None:
+        check_function("target_transform", function)
+        self._target_transform = function
+        if "_transform" in self.__dict__:
+            self.transform = self._transform
 
     def _list(self, keys: list[str] | None) -> Manifest:
         query = ListingQuery(
@@ -183,52 +162,59 @@ class ImageFolder(ObjectDataset):
         )
         return self._listings.open(self._store, query)
 
-    def _label(self, index: int) -> int:
-        return int(self._index_of[self._manifest.label(index)])
-
     def _labels(self, start: int, stop: int) -> list[int]:
-        assert self._manifest.labels is not None
-        return self._index_of[self._manifest.labels[start:stop]].tolist()  # type: ignore[no-any-return]
+        labels: list[int] = self._class_indices(slice(start, stop)).tolist()
+        return labels
 
     def _entries(self, start: int, stop: int) -> list[tuple[str, int]]:
         return list(zip(self._manifest.keys(start, stop), self._labels(start, stop), strict=True))
 
-    def _target(self, index: int) -> Any:
-        label = self._label(index)
-        return label if self.target_transform is None else self.target_transform(label)
+    def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return super()._identities(records) + self._class_indices(records).view(np.uint64)
 
-    def _new_targets(self, n: int, allocate: Allocate) -> Any:
-        """A tensor of class indices, or a list for the results of a function, collated at the end."""
-        return allocate((n,), torch.int64) if self.target_transform is None else [None] * n
+    def _class_indices(self, records: Any) -> NDArray[np.int64]:
+        assert self._manifest.labels is not None
+        indices: NDArray[np.int64] = self._index_of[self._manifest.labels[records]]
+        return indices
 
-    def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
-        return batch[0]  # type: ignore[no-any-return]
+    def _new_builder(self, transform: Transform) -> SampleBuilder:
+        functions = {_IMAGE: transform, _TARGET: self.target_transform}
+        parts = {name: function for name, function in functions.items() if function is not None}
+        fields, values = _Pictures(_IMAGE), _Targets(self)
+        return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
 
-    def _fill_rows(
-        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
-    ) -> RowErrors:
-        errors = super()._fill_rows(batch, rows, records, values, seed, epoch)
-        failed = {row for row, _ in errors}
-        targets = batch[1] if isinstance(batch[1], list) else batch[1].numpy()
-        seeds = None if self.target_transform is None else SampleSeeds.current()
-        if seeds is not None:
-            seeds.begin_batch(records[0])
-        for row, record in zip(rows, records, strict=True):
-            if row not in failed:
-                try:
-                    targets[row] = (
-                        self._target(record) if seeds is None else seeds.call(record, self._target, record)
-                    )
-                except Exception as error:  # of the user's function: `on_error` decides
-                    errors.append((row, error))
-        return errors
+    def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
+        return {_IMAGE: self._payloads.open(payload, readonly=readonly)}
 
-    def _known_images(self, transform: Any) -> tuple[Mode, ...]:
+    def _known_images(self, transform: Any) -> Images:
         # A mask's values are in its file.
-        return () if images_kept(transform) else self._unless_own_samples()
+        return Images.UNKNOWN if images_kept(transform) else self._unless_overridden()
 
-    def _open(self, value: Any) -> Any:
-        return value if self._takes_encoded else decode_pil(value)
+
+class _Pictures(ImageFields):
+    """See `SampleFields`: torchvision's convention for a transform that is not fused."""
+
+    def open_image(self, value: Any) -> Any:
+        return decode_pil(value)
+
+
+class _Targets:
+    """The class indices of the samples of a folder. See `ValueColumns`."""
+
+    names = (_TARGET,)
+    regular = frozenset(names)
+
+    def __init__(self, dataset: ImageFolder) -> None:
+        self._dataset = dataset
+
+    def row(self, record: int) -> dict[str, Any]:
+        return {_TARGET: int(self._dataset._class_indices(record))}
+
+    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
+        return allocate((n,), torch.int64)
+
+    def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
+        columns[_TARGET].numpy()[rows] = self._dataset._class_indices(records)
 
 
 def _checked_names(classes: Any) -> list[str]:
@@ -239,3 +225,61 @@ def _checked_names(classes: Any) -> list[str]:
             f"{classes!r}"
         )
     return names
+
+
+class ReadOnlyList(Sequence[T]):
+    """Behaves as the list of its items, but cannot be changed; slices of it and sums with it are lists.
+
+    Args:
+        count: how many items there are.
+        items: (start, stop) -> the list of these items.
+        instead: advice for the error of those that try to change it.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, count: int, items: Callable[[int, int], list[T]], instead: str) -> None:
+        self._count, self._items, self._instead = count, items, instead
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._count)[index]  # an IndexError of it is a list's, but for one word
+        if isinstance(places, int):
+            return self._items(places, places + 1)[0]
+        if places.step == 1:
+            return self._items(places.start, max(places.start, places.stop))
+        return [self[place] for place in places]
+
+    def __iter__(self) -> Iterator[T]:
+        for start in range(0, self._count, _CHUNK):  # one by one takes ten times as long
+            yield from self._items(start, min(start + _CHUNK, self._count))
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise TypeError(f"this list is made from the listing, and cannot be changed: {self._instead}")
+
+    def __delitem__(self, index: object) -> NoReturn:
+        self[index] = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReadOnlyList | list):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self, *other] if isinstance(other, ReadOnlyList | list) else NotImplemented
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __repr__(self) -> str:
+        """Return the list's text, cut where it is long: of a million items it would be 40 MB."""
+        if self._count <= _WHOLE:
+            return repr(list(self))
+        begin, end = (repr(self[part])[1:-1] for part in (slice(_SHOWN), slice(self._count - _SHOWN, None)))
+        return f"[{begin}, ..., {end}] ({self._count:,} items)"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fastload.cache.keys import Mode
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
 from fastload.images.crop import Crop, Size
@@ -47,6 +46,9 @@ class KeptImages:
         return "all images" if self.every else ", ".join(sorted(self.names))
 
 
+NO_IMAGES = KeptImages()
+
+
 def images_kept(transform: Any) -> KeptImages:
     """The images that a cache has to keep as they are for this transform, in all epochs."""
     if isinstance(transform, Mapping):
@@ -54,31 +56,22 @@ def images_kept(transform: Any) -> KeptImages:
     return KeptImages(every=_needs_own_values(transform))
 
 
-def known_images(readable: bool, transform: Any) -> tuple[Mode, ...]:
-    """The cache modes, of "dct" and "auto", in which samples are known to have images that fastload decodes.
-
-    Mode "dct" is of someone who knows it. The default "auto" wants to see a fused transform that takes one.
-
-    Args:
-        readable: whether an image among the samples would be decoded by fastload.
-    """
-    if not readable:
-        return ()
+def is_cropped(transform: Any) -> bool:
+    """Whether a fused transform interpolates an image, in any epoch."""
     parts = transform.values() if isinstance(transform, Mapping) else [transform]
-    fused = any(
-        isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part)
+    return any(
+        isinstance(each, Crop) and not each.own_values for part in parts for each in all_transforms(part)
     )
-    return ("dct", "auto") if fused else ("dct",)
 
 
 def always_fused(names: Collection[str], transform: Any) -> bool:
     """Whether each of these images has a fused transform, in all epochs."""
     parts = transform if isinstance(transform, Mapping) else dict.fromkeys(names, transform)
-    return all(isinstance(one, Crop) for name in names for one in all_transforms(parts.get(name)))
+    return all(isinstance(each, Crop) for name in names for each in all_transforms(parts.get(name)))
 
 
 def _needs_own_values(transform: Any) -> bool:
-    return any(isinstance(one, Crop) and one.own_values for one in all_transforms(transform))
+    return any(isinstance(each, Crop) and each.own_values for each in all_transforms(transform))
 
 
 def check_cut_alike(transform: Any) -> None:
@@ -140,10 +133,10 @@ def fill_together(
     bad: dict[int, DecodeError] = {}
     sizes: list[Size | None] | None = [None] * len(rows) if len(crops) > 1 and _any_mask(crops) else None
     for name, encoded in images.items():
-        for at, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
+        for position, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
             if len(crops) > 1:
                 _name(error, name)
-            bad.setdefault(at, error)
+            bad.setdefault(position, error)
     return sorted(bad.items())
 
 

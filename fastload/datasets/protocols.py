@@ -1,21 +1,20 @@
-"""What a dataset may offer beside `__getitem__`.
+"""What a dataset may offer beside `__getitem__`, and how its reading ahead is noted.
 
-Its samples may be read ahead, be written row by row into the batch, and be read as streams while they are not
-indexed yet. `wrappers` finds these in datasets that wrap others.
+Its samples may be read as streams while they are not indexed yet, and fill a cache. `fastload.datasets.views`
+says how samples are read ahead and written into batches.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fastload.errors import ArgumentError
-from fastload.metrics.counters import Counters
 from fastload.store.failures import redacted
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -32,7 +31,7 @@ _prefetches: ContextVar[Prefetches | None] = ContextVar("prefetches", default=No
 
 @contextlib.contextmanager
 def noted_prefetches(notes: Prefetches) -> Iterator[None]:
-    """Inside, each `prefetch` of a `RowDataset` is added to `notes`, also if the user's code calls it."""
+    """Inside, each `prefetch` of a `StoreDataset` is added to `notes`, also if the user's code calls it."""
     before = _prefetches.set(notes)
     try:
         yield
@@ -47,13 +46,6 @@ def note_prefetch(dataset: Any, indices: list[Any]) -> None:
         notes.append((dataset, indices))
 
 
-def announce(dataset: RowDataset, indices: list[Any]) -> None:
-    """Call `prefetch`, and note it for a dataset that does not do so itself."""
-    note_prefetch(dataset, indices)
-    with noted_prefetches([]):
-        dataset.prefetch(indices)
-
-
 @runtime_checkable
 class CacheFilling(Protocol):
     """A dataset that fills a cache in the background."""
@@ -63,40 +55,6 @@ class CacheFilling(Protocol):
 
     def close_cache(self) -> None:
         """Flush, and close this process's part of the cache and the store."""
-
-
-@runtime_checkable
-class RowDataset(Protocol):
-    """A map-style dataset that can be read ahead and be filled row by row.
-
-    Attributes:
-        counters: of this process; "get.ahead" counts the samples that were prefetched before they were used.
-    """
-
-    counters: Counters
-
-    def prefetch(self, indices: Iterable[int]) -> None:
-        """Start reading these samples, in the order in which they will be used. Does not block."""
-
-    def cancel(self, indices: Iterable[int]) -> None:
-        """These prefetched samples will not be used."""
-
-    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """An empty collated batch of `n` rows, or None if this dataset has to be read sample by sample.
-
-        Args:
-            allocate: memory for its tensors. `columns.ordinary_memory` says that each row will be taken out
-                by `sample`, so that values of several lengths need no column.
-        """
-
-    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        """Write the samples into their rows. Returns the errors; the rows of these are undefined."""
-
-    def sample(self, batch: Any, row: int) -> Any:
-        """The sample in a row, as `__getitem__` would return it."""
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        """Make row `target` equal to row `source`."""
 
 
 class SampleStream(Protocol):
@@ -130,7 +88,7 @@ class StreamDataset(Protocol):
 
     Once `must_stream()` is False it is like any other map-style dataset. Until its samples are indexed,
     `len()` and `[index]` raise TypeError with a sentence that says so. `[id]` works for the ids that a stream
-    of this process has handed out, and so do the methods of `RowDataset`.
+    of this process has handed out, and so do the methods of its view.
     """
 
     def must_stream(self) -> bool:
@@ -159,37 +117,30 @@ class StreamDataset(Protocol):
         """Take over indexes of other ranks. They are kept where the workers of this node find them too."""
 
 
-def own_samples(dataset: Any) -> str | None:
-    """The method that makes the samples in place of the rows, as text; None if the rows are the samples.
+def overriding_method(dataset: Any, home: type) -> str | None:
+    """Return the method that makes samples in place of those of a class, as text; None: there is none.
 
-    The rows are the samples of the class that defines `new_batch`. If a class before it in the method
-    resolution order defines `__getitem__` or `__getitems__`, that method makes the samples.
-
-    So a class that defines both is fast, and one that overrides neither stays fast. A `__getitems__` of the
-    object itself counts, as torch looks for it there. A method that was put into the class later counts too:
-    its code stands elsewhere.
+    It is the `__getitem__` or `__getitems__` of a subclass of `home`, or of the object itself, as torch looks
+    for it there; or one that was put into `home` later: its code stands elsewhere.
     """
     if getattr(dataset, "__dict__", {}).get("__getitems__"):
         return "__getitems__ of the dataset itself"
-    for cls in type(dataset).__mro__:
-        written = vars(cls)
-        writes_rows = written.get("new_batch")
+    mro = type(dataset).__mro__
+    for cls in mro[: mro.index(home)]:
         for name in ("__getitem__", "__getitems__"):
-            method = written.get(name)
-            if method is not None and (writes_rows is None or not _written_together(method, writes_rows)):
+            if name in vars(cls):
                 return f"{cls.__name__}.{name}"
-        if writes_rows is not None:
-            break
+    for name in ("__getitem__", "__getitems__"):
+        method = vars(home).get(name)
+        if method is not None and not _written_in(method, home):
+            return f"{home.__name__}.{name}"
     return None
 
 
-def _written_together(method: Any, other: Any) -> bool:
-    """Whether two functions stand in the body of one class."""
-    places = [
-        (getattr(each, "__module__", None), getattr(each, "__qualname__", "").rpartition(".")[0])
-        for each in (method, other)
-    ]
-    return places[0] == places[1] and not hasattr(method, "__wrapped__")
+def _written_in(method: Any, cls: type) -> bool:
+    """Whether a function stands in the body of a class."""
+    place = getattr(method, "__module__", None), getattr(method, "__qualname__", "").rpartition(".")[0]
+    return place == (cls.__module__, cls.__qualname__) and not hasattr(method, "__wrapped__")
 
 
 def check_dataset(dataset: Any) -> None:
@@ -204,9 +155,8 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-@runtime_checkable
 class EncodedRows(Protocol):
-    """A `RowDataset` whose images can leave the worker encoded, to be decoded on the device."""
+    """A view whose images can leave the worker encoded, to be decoded on the device."""
 
     def why_not_encoded(self, decode: str = "") -> str | None:
         """None if that works as this dataset is set up; otherwise the reason why it does not.
@@ -219,7 +169,7 @@ class EncodedRows(Protocol):
         """Let a cache in mode "auto" keep files, which the device decodes. What was read ahead is dropped."""
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
-        """As `new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
+        """As `View.new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
 
     def finish_encoded_batch(self, batch: Any) -> Any:
         """The batch with all its rows filled, and `EncodedImages` in that place."""

@@ -1,14 +1,10 @@
-"""From the fields of a record to a sample, or to a row of the batch."""
+"""From the fields of a record to a sample, or to a row of a batch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import xxhash
-
-from fastload.datasets.base import check_function
 from fastload.datasets.columns import (
     as_batch,
     collate_column,
@@ -18,211 +14,397 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.fields import SampleFields
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
+from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.by_epoch import ByEpoch, current_transform
-from fastload.images.crop import Crop, is_fused
+from fastload.images.crop import Crop
+from fastload.images.encoded import EncodedBatch
 
-_log = logging.getLogger("fastload")
-
-_ADVICE = (
-    "Name what a sample consists of, with alternatives and optional members: "
-    "fields=('jpg;jpeg;png;webp', 'cls', 'json?'); or give transform= a function of the whole sample that "
-    "makes all alike"
-)
-_PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
-
-Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+RowFailures = list[tuple[int, Exception]]  # (position among the rows that are filled, what went wrong)
 
 
-class _Making(NamedTuple):
-    """The batch that is being filled."""
+class ValueColumns(Protocol):
+    """Values of samples that need no read, in memory that all workers share: labels, columns of a table."""
 
-    rows: int
-    allocate: Allocate
-    rest: list[dict[str, Any]]  # the fields of each row in order, for `row`; None in place of its images
-    crops: dict[str, Crop]
-    numbers: dict[str, tuple[type, Any]]  # see `number_view`
-    uneven: set[str]  # fields whose values differ in type or length: `default_collate` makes their columns
-    odd: list[int]  # rows that have other fields than the batch
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all."""
+
+    @property
+    def regular(self) -> frozenset[str]:
+        """The names of those that can be written into a batch for many samples at once."""
+
+    def row(self, record: int) -> dict[str, Any]:
+        """The values of a sample."""
+
+    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
+        """An empty column of `n` rows for one that is regular."""
+
+    def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
+        """Write the values of these samples into rows of columns."""
 
 
-class SampleMaker:
-    """Opens fields and applies the transform.
+class Todo(NamedTuple):
+    """Samples that are to be written into rows of a batch: one entry for each.
+
+    Attributes:
+        values: what `ObjectPayloads.open` returned.
+        seeds: from which all images of the sample are drawn.
+        keys: the names of the samples, where the device decodes.
+    """
+
+    rows: list[int]
+    records: list[int]
+    values: list[Any]
+    seeds: list[int]
+    keys: list[str]
+
+    def some(self, positions: list[int]) -> Todo:
+        """Return the samples at these positions."""
+        columns: list[Any] = [
+            [column[position] for position in positions] if column else [] for column in self
+        ]
+        return Todo(*columns)
+
+
+class RowBatch:
+    """A batch whose rows are being filled.
 
     Args:
-        fields: of the records; None: a record is bytes.
-        decoded: whether the user's own `decode` replaces the fields.
-        transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
-            {field: either}.
+        rows: their number.
+        allocate: memory for its tensors.
+
+    Attributes:
+        columns: by field.
+        crops: image -> the fused transform that its column was made for.
+        values: the columns that `ValueColumns` fill.
+        rest: of each row its fields in order, with None in place of images; for `SampleBuilder.row`.
+        numbers: see `number_view`.
+        uneven: fields whose values differ in type or length: `default_collate` makes their columns.
+        is_complete: all its columns are there before a row is.
+        encoded: the column of the image is an `EncodedBatch`.
+        odd: rows that have other fields than the batch.
+    """
+
+    def __init__(self, rows: int, allocate: Allocate) -> None:
+        self.rows = rows
+        self.allocate = allocate
+        self.columns: dict[str, Any] = {}
+        self.crops: dict[str, Crop] = {}
+        self.values: dict[str, Any] = {}
+        self.rest: list[dict[str, Any]] = [{} for _ in range(rows)]
+        self.numbers: dict[str, tuple[type, Any]] = {}
+        self.uneven: set[str] = set()
+        self.odd: list[int] = []
+        self.encoded = self.is_complete = False
+
+
+class SampleBuilder:
+    """Opens fields and applies the transform: makes samples, or the rows of a batch.
+
+    Args:
+        fields: of the samples; None: a sample is what `decode` of the user returned, or bytes.
+        transform: as of `FieldTransforms`; without fields, a function of the sample.
         shape: of the samples; its names are the fields'. None: a sample is the dict of its fields.
         optional: the fields that may be None. Their column is a list, whatever is in it: its type must not
             depend on the batch.
-
-    Raises:
-        ArgumentError: the transform wants fields, and there are none.
+        values: fields that are not in the record.
+        image: the one field of the record, which is an image in all samples; "": there is no record; None:
+            the fields are known once the record is read.
     """
 
     def __init__(
         self,
         fields: SampleFields | None,
-        decoded: bool,
         transform: Transform,
         shape: Shape | None = None,
         *,
         optional: Collection[str] = (),
+        values: ValueColumns | None = None,
+        image: str | None = None,
     ) -> None:
-        self._fields = None if decoded else fields
+        self.transforms = FieldTransforms(transform)
+        check_cut_alike(transform)
+        self._fields = fields
         self._shape = shape
         self._optional = optional
-        self._transform = transform
-        self._making: _Making | None = None
-        self._warned = False  # of masks
-        self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
-        parts = self._parts()
-        for name, part in zip(self._part_names(), parts, strict=True):
-            check_function(name, part)
-        fused = any(map(is_fused, parts))
-        if self._fields is None and (fused or isinstance(transform, Mapping)):
-            raise ArgumentError(
-                f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
-                "function of what decode returns"
-            )
-        check_cut_alike(transform)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_making": None}  # the memory of a batch is of this process
-
-    def _part_names(self) -> list[str]:
-        fields = self._transform
-        return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
-
-    def _parts(self) -> list[Any]:
-        return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]
+        self._values = values
+        self._image = image
 
     def start_epoch(self, epoch: int) -> None:
         """Let the transforms that depend on the epoch know it."""
-        self._last = None
-        for part in self._parts():
-            if isinstance(part, ByEpoch):
-                part.start_epoch(epoch)
+        self.transforms.start_epoch(epoch)
 
     @property
     def fused(self) -> bool:
-        """Whether images are written straight into the batch: all that have a fused transform."""
-        fused = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
-        return bool(fused) and all(part.fills_rows for part in fused)
+        """Whether images are written straight into the batch."""
+        return self._fields is not None and self.transforms.fills_rows
 
     @property
-    def draws(self) -> bool:
-        """Whether fused transforms draw from the seed of the sample."""
-        parts = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
-        return self.fused and any(part.draws for part in parts)
+    def is_values(self) -> bool:
+        """Whether samples need no read."""
+        return self._image == ""
 
     @property
-    def cut(self) -> int:
+    def is_random(self) -> bool:
+        """Whether fused transforms draw from the seed of the sample, in this epoch."""
+        return self.fused and self.transforms.is_random
+
+    @property
+    def crop_hash(self) -> int:
         """The number of what fused transforms do in this epoch; 0: there are none."""
-        parts = zip(self._part_names(), map(current_transform, self._parts()), strict=True)
-        fused = [(name, part.number) for name, part in parts if isinstance(part, Crop)]
-        return xxhash.xxh3_64_intdigest(repr(sorted(fused)).encode()) if fused and self.fused else 0
+        return self.transforms.crop_hash if self.fused else 0
 
     @property
-    def by_rows(self) -> bool:
-        """Whether batches are made row by row: with fused images, or with columns that may hold None.
-
-        `default_collate` refuses None. What a transform of the whole sample makes of it is for the user.
-        """
-        crops = any(isinstance(current_transform(part), Crop) for part in self._parts())
-        return self.fused or (bool(self._optional) and not crops and not callable(self._transform))
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes rows, of one image and values each, in all epochs."""
+        return bool(self._image) and self.transforms.only_fused
 
     @property
-    def runs_user_code(self) -> bool:
-        """Whether functions of the user run while rows are filled, beside a fused transform."""
-        return isinstance(self._transform, Mapping) and not all(
-            isinstance(current_transform(part), Crop) for part in self._parts()
-        )
+    def structure(self) -> Any:
+        """Return what two builders must have in common to fill one batch."""
+        return repr(self._shape), self._image, None if self._values is None else tuple(self._values.names)
 
-    def sample(self, value: Any) -> Any:
-        """The value that `RecordPrepareStep.restore` returns -> sample.
+    def sample(self, value: Any, record: int) -> Any:
+        """Return the sample of what `ObjectPayloads.open` returned for a record.
 
         Raises:
             DecodeError: a field is not what it should be. What the user's functions raise.
         """
-        transform = current_transform(self._transform)
+        of_sample = self.transforms.of_sample
         if self._fields is None:
-            return value if transform is None else transform(value)
-        crops = self._crops(value)
-        rest = self._open(value, crops)
-        images = transform_together(crops, value)
-        made = {name: images[name] if name in images else rest[name] for name in value}
+            return value if of_sample is None else of_sample(value)
+        fields = value if self._values is None else value | self._values.row(record)
+        crops = self.transforms.crops_of(fields, self._fields.images)
+        rest = self._open(fields, crops)
+        images = transform_together(crops, fields)
+        made = {name: images[name] if name in images else rest[name] for name in fields}
         sample = self._shaped(made)
-        return transform(sample) if callable(transform) and not crops else sample
+        return of_sample(sample) if callable(of_sample) and not crops else sample
 
     # --- rows of a batch
 
-    def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
-        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields.
+    def new_batch(
+        self, n: int, allocate: Allocate, *, encoded: bool = False, records: bool = False
+    ) -> RowBatch | None:
+        """Return an empty batch of `n` rows; None where samples have to be made one by one.
 
-        In `ordinary_memory` only its images get columns: the other fields are handed out row by row.
+        Columns whose form is known get their memory now, all others with the first row. In `ordinary_memory`
+        only images get columns: the other fields are handed out row by row.
+
+        `default_collate` refuses None. What a transform of the whole sample makes of it is for the user.
+
+        Args:
+            encoded: the images stay encoded, for the device to decode.
+            records: its decoder takes records of the cache, and not JPEGs.
         """
-        self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {}, set(), [])
-        return {}
+        transforms = self.transforms
+        regular = self._regular(allocate)
+        if not self.fused:
+            lists = bool(self._optional) and not transforms.crops and not callable(transforms.of_sample)
+            alone = self.is_values and bool(regular) and len(regular) == len(self._value_names)
+            if not lists and not alone:
+                return None
+        batch = RowBatch(n, allocate)
+        batch.is_complete = self._image is not None
+        if self._image:
+            batch.crops = {self._image: transforms.crop_for(self._image)}
+            if encoded:
+                batch.encoded = True
+                crop = batch.crops[self._image]
+                batch.columns[self._image] = EncodedBatch(crop, n, allocate, records=records)
+            else:
+                self._add_image(batch, self._image)
+        if self._values is not None:
+            batch.values = {name: self._values.new_column(name, n, allocate) for name in regular}
+            batch.columns |= batch.values
+            if self._image and allocate is not ordinary_memory:
+                batch.uneven = set(self._value_names) - batch.values.keys()
+                batch.columns |= {name: [None] * n for name in batch.uneven}
+        return batch
 
-    def put(self, batch: dict[str, Any], row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def fill(self, batch: RowBatch, todo: Todo) -> RowFailures:
+        """Write samples into their rows."""
+        if self.is_values:
+            self._fill_values(batch, todo)
+            return []
+        failures: RowFailures = []
+        groups: dict[tuple[str, ...], list[int]] = {}  # images -> positions
+        encoded: list[dict[str, Any]] = []
+        seeded = SampleSeeds.current() if self.transforms.runs_user_code else None
+        if seeded is not None:
+            seeded.begin_batch(todo.records[0])
+        others = len(batch.values) < len(self._value_names)
+        for position, (row, record, fields) in enumerate(
+            zip(todo.rows, todo.records, todo.values, strict=True)
+        ):
+            images: dict[str, Any] = {}
+            try:
+                if others:
+                    fields = fields | self._other_values(batch, record)
+                if seeded is None:
+                    images = self._fill_row(batch, row, fields)
+                else:
+                    images = seeded.call(record, self._fill_row, batch, row, fields)
+                groups.setdefault(tuple(images), []).append(position)
+            except Exception as error:  # of the user's functions too: `on_error` decides
+                failures.append((position, error))
+            encoded.append(images)
+        if batch.values:
+            self._fill_values(batch, todo)
+        for names, group in groups.items():
+            images = {name: [encoded[position][name] for position in group] for name in names}
+            some = todo if len(group) == len(todo.rows) else todo.some(group)
+            failures += [
+                (group[position], error) for position, error in self._fill_images(batch, some, images)
+            ]
+        return failures
+
+    def _fill_images(
+        self, batch: RowBatch, todo: Todo, images: Mapping[str, list[Any]]
+    ) -> list[tuple[int, DecodeError]]:
+        """Decode images into their rows; returns (position, error) of those that failed."""
+        if batch.encoded:
+            [(name, sources)] = images.items()
+            return batch.columns[name].fill(todo.rows, sources, todo.seeds, todo.keys)  # type: ignore[no-any-return]
+        crops = {name: self.transforms.crop_for(name) for name in images}
+        return fill_together(crops, batch.columns, todo.rows, images, todo.seeds)
+
+    def _fill_values(self, batch: RowBatch, todo: Todo) -> None:
+        assert self._values is not None
+        self._values.fill(batch.values, todo.rows, todo.records)
+
+    def _other_values(self, batch: RowBatch, record: int) -> dict[str, Any]:
+        """Return the values of a sample that are not written for many samples at once."""
+        values = {} if self._values is None else self._values.row(record)
+        return {name: value for name, value in values.items() if name not in batch.values}
+
+    def kernel_crop(self, batch: RowBatch) -> Crop | None:
+        """Return the crop by which the kernel makes the image of a row from a record of the cache.
+
+        None: a row is more than an image and values, code of the user has a part in it, or Python chooses the
+        boxes.
+        """
+        if not self._image or batch.encoded or self.transforms.runs_user_code:
+            return None
+        crop = self.transforms.crop_for(self._image)
+        return crop if crop.box_law is not None else None
+
+    def note_made(self, batch: RowBatch, rows: list[int], records: list[int]) -> None:
+        """Write the rest of samples whose images are in their rows."""
+        only_image = {self._image or "": None}
+        for row, record in zip(rows, records, strict=True):
+            batch.rest[row] = only_image if batch.values else only_image | self._other_values(batch, record)
+        if batch.values:
+            self._fill_values(batch, Todo(rows, records, [], [], []))
+
+    def image_column(self, batch: RowBatch) -> Any:
+        """Return the column of the one image."""
+        return batch.columns[self._image or ""]
+
+    def row(self, batch: RowBatch, row: int) -> Any:
+        """Return the sample in a row, as `sample` gives it."""
+        made = dict(batch.rest[row])
+        for name, crop in batch.crops.items():
+            if name in made:
+                made[name] = crop.as_sample(batch.columns[name][row])
+        for name, column in batch.values.items():
+            made[name] = column[row] if isinstance(column, list) else column[row].item()
+        return self._shaped(made)
+
+    def copy_row(self, batch: RowBatch, target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        for column in batch.columns.values():
+            if isinstance(column, EncodedBatch):
+                column.copy_row(target, source)
+            else:
+                copy_value(column, target, source)
+        batch.rest[target] = batch.rest[source]
+
+    def finish(self, batch: RowBatch) -> Any:
+        """Return the filled batch, as `default_collate` would make it of the samples.
+
+        Raises:
+            ArgumentError: samples have different fields.
+            Exception: that of `default_collate` for values that make no batch.
+        """
+        if batch.odd:
+            raise ArgumentError(_differs(batch.rest[batch.odd[0]], batch.columns), stage="collate")
+        columns = {name: self._column(batch, name, column) for name, column in batch.columns.items()}
+        return as_batch(columns if self._shape is None else self._shape.batch(columns))
+
+    # --- columns
+
+    @property
+    def _value_names(self) -> Sequence[str]:
+        return () if self._values is None else self._values.names
+
+    def _regular(self, allocate: Allocate) -> list[str]:
+        """Return the values that are written for many samples at once: no function of the user takes them."""
+        of_sample = callable(self.transforms.of_sample) and not self.fused
+        if self._values is None or allocate is ordinary_memory or of_sample:
+            return []
+        functions = self.transforms.functions()
+        regular = self._values.regular
+        return [name for name in self._values.names if name in regular and name not in functions]
+
+    def _add_image(self, batch: RowBatch, name: str) -> None:
+        crop = batch.crops[name]
+        batch.columns[name] = batch.allocate((batch.rows, *crop.sample_shape), crop.dtype)
+
+    def _fill_row(self, batch: RowBatch, row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write all but the images into a row; returns these, still encoded.
 
         Raises:
             DecodeError: as `sample`.
         """
-        crops = self._crops(fields)
+        assert self._fields is not None
+        crops = self.transforms.crops_of(fields, self._fields.images)
+        if len(crops) == len(fields) and self._image:  # there is nothing else
+            batch.rest[row] = dict.fromkeys(fields)
+            return dict(fields)
         rest = self._open(fields, crops)
-        made = self._made
-        made.rest[row] = {name: rest.get(name) for name in fields}
-        if not batch or made.allocate is ordinary_memory:
+        batch.rest[row] = {name: rest.get(name) for name in fields}
+        own_columns = batch.columns.keys() - batch.values.keys()
+        if not own_columns or batch.allocate is ordinary_memory:
             self._add_columns(batch, fields, crops, rest)
-        elif crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
-            made.odd.append(row)
+        elif crops.keys() != batch.crops.keys() or own_columns != fields.keys():
+            batch.odd.append(row)
             return {}
-        for name, column in batch.items():
-            if name in rest and name not in made.uneven and not self._put(column, row, name, rest[name]):
-                made.uneven.add(name)
+        for name, value in rest.items():
+            if name in batch.columns and name not in batch.uneven and not self._put(batch, row, name, value):
+                batch.uneven.add(name)
         return {name: fields[name] for name in crops}
 
     def _add_columns(
-        self,
-        batch: dict[str, Any],
-        fields: Mapping[str, Any],
-        crops: dict[str, Crop],
-        rest: Mapping[str, Any],
+        self, batch: RowBatch, fields: Mapping[str, Any], crops: dict[str, Crop], rest: Mapping[str, Any]
     ) -> None:
-        """The columns that rows like this one need, and the batch does not have yet."""
-        made = self._made
-        for name in [name for name in fields if name not in batch]:
+        """Add the columns that rows like this one need, and the batch does not have yet."""
+        for name in [name for name in fields if name not in batch.columns]:
             if name in crops:
-                batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
-                made.crops[name] = crops[name]
-            elif made.allocate is ordinary_memory:
+                batch.crops[name] = crops[name]
+                self._add_image(batch, name)
+            elif batch.allocate is ordinary_memory:
                 continue
             elif name in self._optional or not crops:
-                batch[name] = [None] * made.rows
+                batch.columns[name] = [None] * batch.rows
             else:
-                column = new_column(rest[name], made.rows, made.allocate)
-                batch[name] = [None] * made.rows if column is None else column
+                column = new_column(rest[name], batch.rows, batch.allocate)
+                batch.columns[name] = [None] * batch.rows if column is None else column
                 if column is None:
-                    made.uneven.add(name)
+                    batch.uneven.add(name)
                 elif (view := number_view(column, rest[name])) is not None:
-                    made.numbers[name] = view
+                    batch.numbers[name] = view
 
-    def _put(self, column: Any, row: int, name: str, value: Any) -> bool:
+    def _put(self, batch: RowBatch, row: int, name: str, value: Any) -> bool:
         """Write a value into its row; False if the column was made for values unlike it."""
-        if name in self._optional or not self._made.crops:
+        column = batch.columns[name]
+        if name in self._optional or not batch.crops:
             column[row] = value
             return True
-        number = self._made.numbers.get(name)
+        number = batch.numbers.get(name)
         if number is not None and type(value) is number[0]:
             try:
                 number[1][row] = value
@@ -231,110 +413,22 @@ class SampleMaker:
             return True
         return put_value(column, row, value)
 
-    def put_images(
-        self, batch: dict[str, Any], rows: list[int], images: Mapping[str, list[Any]], seeds: list[int]
-    ) -> list[tuple[int, DecodeError]]:
-        """Decode images into their rows; (position in `rows`, error) of those that failed.
-
-        All images of a sample are drawn with the same seed; see `fastload.datasets.pairs`.
-        """
-        return fill_together(self._made.crops, batch, rows, images, seeds)
-
-    def row(self, batch: dict[str, Any], row: int) -> Any:
-        """The sample in a row, as `sample` gives it."""
-        rest, crops = self._made.rest[row], self._made.crops
-        images = {name: crop.as_sample(batch[name][row]) for name, crop in crops.items() if name in rest}
-        return self._shaped({name: images[name] if name in images else rest[name] for name in rest})
-
-    def finish(self, batch: dict[str, Any]) -> Any:
-        """The filled batch, as `default_collate` would make it of the samples.
-
-        Raises:
-            ArgumentError: samples have different fields.
-            Exception: that of `default_collate` for values that make no batch.
-        """
-        made = self._made
-        if made.odd:
-            raise ArgumentError(_differs(made.rest[made.odd[0]], batch), stage="collate")
-        columns = {name: self._column(name, column) for name, column in batch.items()}
-        self._making = None  # or its values would live until the next batch
-        return as_batch(columns if self._shape is None else self._shape.batch(columns))
-
-    def _column(self, name: str, column: Any) -> Any:
-        if name in self._optional:
+    def _column(self, batch: RowBatch, name: str, column: Any) -> Any:
+        if isinstance(column, EncodedBatch):
+            return column.finish()
+        if name in self._optional or name in batch.values:
             return column
         if not self.fused:
             return collate_column(column)
-        return collate_column([row[name] for row in self._made.rest]) if name in self._made.uneven else column
+        return collate_column([row[name] for row in batch.rest]) if name in batch.uneven else column
 
-    def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
-        """Make row `target` equal to row `source`."""
-        for column in batch.values():
-            copy_value(column, target, source)
-        self._made.rest[target] = self._made.rest[source]
+    # --- fields
 
     def _shaped(self, values: dict[str, Any]) -> Any:
         return values if self._shape is None else self._shape.sample(values)
 
-    @property
-    def _made(self) -> _Making:
-        assert self._making is not None
-        return self._making
-
-    # --- fields
-
-    def _crops(self, fields: Mapping[str, Any]) -> dict[str, Crop]:
-        """Image -> the fused transform that takes it.
-
-        Raises:
-            DecodeError: the sample does not have the one image, or those that are named.
-        """
-        transform = current_transform(self._transform)
-        names = tuple(fields)
-        last = self._last  # the threads of a loader share it
-        if last is None or last[:2] != (names, transform):  # samples are mostly alike
-            last = self._last = names, transform, self._find_crops(fields, transform)
-        return last[2]
-
-    def _find_crops(self, fields: Mapping[str, Any], transform: Transform) -> dict[str, Crop]:
-        if isinstance(transform, Mapping):
-            missing = sorted(transform.keys() - fields.keys())
-            if missing:
-                raise DecodeError(
-                    f"{_name(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {_ADVICE}"
-                )
-            parts = {name: current_transform(part) for name, part in transform.items()}
-            crops = {name: part for name, part in parts.items() if isinstance(part, Crop)}
-            self._warn_of_masks(fields, crops)
-            return crops
-        if not isinstance(transform, Crop):
-            return {}
-        assert self._fields is not None
-        images = self._fields.images(fields)
-        if len(images) != 1:
-            raise DecodeError(
-                f"the transform takes one image, and {_name(fields)} has {', '.join(images) or 'none'} among "
-                f"{', '.join(fields)}: name it, as in transform={{'jpg': RandomResizedCrop(224)}}"
-            )
-        return {images[0]: transform}
-
-    def _warn_of_masks(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> None:
-        """Not an error, for a PNG with a palette or in grey may well be a photo."""
-        assert self._fields is not None
-        if self._warned or len(self._fields.images(fields)) < 2:
-            return
-        masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
-        if masks:
-            self._warned = True
-            _log.warning(
-                "%r of %s is a greyscale or palette PNG. If it is a mask: this transform interpolates its "
-                "values and makes them RGB; give it interpolation='nearest' and channels=1",
-                masks[0],
-                _name(fields),
-            )
-
     def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:
-        """The fields that no fused transform takes, as a sample has them."""
+        """Return the fields that no fused transform takes, as a sample has them."""
         assert self._fields is not None
         images = self._fields.images(fields)
         rest = {
@@ -342,19 +436,10 @@ class SampleMaker:
             for name, value in fields.items()
             if name not in crops
         }
-        transform = current_transform(self._transform)
-        if isinstance(transform, Mapping):
-            rest |= {
-                name: part(rest[name])
-                for name, part in transform.items()
-                if name not in crops and (rest[name] is not None or name not in self._optional)
-            }
+        for name, function in self.transforms.functions().items():
+            if name in rest and (rest[name] is not None or name not in self._optional):
+                rest[name] = function(rest[name])
         return rest
-
-
-def _name(fields: Mapping[str, Any]) -> str:
-    """A sample in error messages, beside the record's name there."""
-    return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
 
 
 def _differs(fields: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
@@ -363,10 +448,4 @@ def _differs(fields: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
     more = [name for name in fields if name not in batch]
     if more:
         what += f"{' and ' if what else ''}has {', '.join(more)}, which others in the batch lack"
-    return f"{_name(fields)} {what or 'has other images than others in the batch'}. {_ADVICE}"
-
-
-def _may_be_mask(value: Any) -> bool:
-    if not isinstance(value, bytes | memoryview) or value[: len(_PNG)] != _PNG or len(value) <= _PNG_COLOUR:
-        return False
-    return value[_PNG_COLOUR] in (0, 3)
+    return f"{name_of(fields)} {what or 'has other images than others in the batch'}. {ADVICE}"

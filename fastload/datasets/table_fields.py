@@ -6,8 +6,8 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastload.datasets.base import check_function
-from fastload.datasets.prepare_files import FilePrepareStep
+from fastload.datasets.payloads import FilePayloads
+from fastload.datasets.sample_fields import Transform, check_function
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 
@@ -84,23 +84,31 @@ class FileLeaf(NamedTuple):
 
     name: str
     file: File
-    step: FilePrepareStep
+    payloads: FilePayloads
 
 
 class Row(dict[str, Any]):
-    """The fields of a sample by name.
+    """The fields of a sample that are objects, by name.
 
     Attributes:
         images: the names of those that are images to be decoded.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
+    def __init__(self) -> None:
+        super().__init__()
         self.images: list[str] = []
+
+    def __or__(self, values: Mapping[str, Any]) -> Row:  # type: ignore[override]
+        """Return the fields with the values of the table too."""
+        whole = Row()
+        whole.update(self)
+        whole.update(values)
+        whole.images = self.images
+        return whole
 
 
 class RowFields:
-    """The fields of a `Row`, for `SampleMaker`. All but images are as a sample has them."""
+    """The fields of a `Row`. All but images are as a sample has them. See `SampleFields`."""
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         assert isinstance(fields, Row)
@@ -111,3 +119,8 @@ class RowFields:
 
     def open_image(self, value: Any) -> Any:
         return decode_pil(value)
+
+
+def transform_of(name: str, transform: Transform) -> Callable[[Any], Any] | None:
+    """Return the transform of one value; that of the whole sample is the one of its image too."""
+    return transform.get(name) if isinstance(transform, Mapping) else transform

@@ -1,6 +1,6 @@
 """A dataset as the loader reads it: a `View`, read ahead, and written into the batch where that can be.
 
-    StoreView        a `RowDataset`: it reads ahead and writes its rows
+    StoreView        one over a store, in `fastload.datasets.store_view`: it reads ahead and writes rows
     PlainView        any other dataset: it has only `__getitem__`
     AnnouncedView    one of the user's with a `prefetch(indices)`
     OverriddenView   a wrapper whose subclass makes the samples itself
@@ -14,31 +14,39 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import (
     Allocate,
     EncodedRows,
-    RowDataset,
     RowErrors,
     RowRequests,
     StreamDataset,
-    announce,
-    own_samples,
 )
 from fastload.errors import ArgumentError
 from fastload.images.rng import mix_all, sample_seeds
+from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
+from fastload.store.budget import RequestBudget
 
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
 Reach = NDArray[np.int64] | None  # indices of samples; None: it may be any of them
 MadeSample = Callable[[], Any]  # makes one sample, or raises its error
+
+
+class Leaf(Protocol):
+    """A dataset that reads and writes rows.
+
+    Attributes:
+        counters: of this process; "get.ahead" counts the samples that were prefetched before they were used.
+    """
+
+    counters: Counters
 
 
 class View(ABC):
@@ -65,7 +73,7 @@ class View(ABC):
         self.uses_all = all(part.uses_all for part in parts)
         self.bulk = any(part.bulk for part in parts)
 
-    def leaves(self) -> Iterator[RowDataset]:
+    def leaves(self) -> Iterator[Leaf]:
         """The datasets that read and write the rows."""
         for part in self.parts:
             yield from part.leaves()
@@ -75,17 +83,26 @@ class View(ABC):
         for part in self.parts:
             yield from part.reached(None)
 
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes the samples, and none of the user."""
+        return bool(self.parts) and all(part.made_by_kernel() for part in self.parts)
+
     def writes(self) -> bool:
         """Whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
 
+    def start_epoch(self, epoch: int) -> None:
+        """From now on, samples are of this epoch: for transforms that go by it."""
+        for part in self.parts:
+            part.start_epoch(epoch)
+
     @abstractmethod
     def prefetch(self, indices: list[Any]) -> None:
-        """See `RowDataset`."""
+        """Start reading these samples, in the order in which they will be used. Does not block."""
 
     @abstractmethod
     def cancel(self, indices: list[Any]) -> None:
-        """See `RowDataset`."""
+        """These prefetched samples will not be used."""
 
     @abstractmethod
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
@@ -124,6 +141,19 @@ class View(ABC):
             return mix_all(numbers.view(np.uint64) + ONE)
         return mix_all(numbers.view(np.uint64) ^ sample_seeds(seed, epoch, numbers))
 
+    def listed(self) -> tuple[str, str] | None:
+        """Digests of (keys, versions) of the objects that were listed; None: there are none."""
+        return None
+
+    def changes_since(self, keys: str, versions: str) -> str:
+        """What was added, removed and changed since the listing with these digests, in words; "" if nothing
+        was, or if that listing is not known any more."""
+        return ""
+
+    def budget(self) -> RequestBudget | None:
+        """What was asked of its store, by all processes of this trainer; None: it has none, or several."""
+        return None
+
     # --- what an index says; that of a mixture says the pass too
 
     def lengths(self, length: int) -> dict[str, int]:
@@ -153,19 +183,24 @@ class View(ABC):
         return None
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """See `RowDataset`."""
+        """An empty collated batch of `n` rows, or None if the dataset has to be read sample by sample.
+
+        Args:
+            allocate: memory for its tensors. `columns.ordinary_memory` says that each row will be taken out
+                by `sample`, so that values of several lengths need no column.
+        """
         return None
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        """See `RowDataset`."""
+        """Write the samples into their rows. Returns the errors; the rows of these are undefined."""
         raise NotImplementedError
 
     def sample(self, batch: Any, row: int) -> Any:
-        """See `RowDataset`."""
+        """The sample in a row, as `__getitem__` would return it."""
         raise NotImplementedError
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
-        """See `RowDataset`."""
+        """Make row `target` equal to row `source`."""
         raise NotImplementedError
 
     def finish_batch(self, batch: Any) -> Any:
@@ -206,83 +241,6 @@ class AnnouncedView(PlainView):
         self.dataset.prefetch(indices)
 
 
-class StoreView(PlainView):
-    """The rows of a `RowDataset`."""
-
-    reads_ahead = True
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset)
-        self.override = own_samples(dataset)
-        self.uses_all = self.override is None
-
-    def leaves(self) -> Iterator[RowDataset]:
-        yield self.dataset
-
-    def writes(self) -> bool:
-        return self.override is None and self.new_batch(1, ordinary_memory) is not None
-
-    def prefetch(self, indices: list[Any]) -> None:
-        announce(self.dataset, indices)
-
-    def cancel(self, indices: list[Any]) -> None:
-        self.dataset.cancel(indices)
-
-    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
-        batch = None if self.override is not None else self.new_batch(len(indices), ordinary_memory)
-        if batch is None:
-            return super().prepare(indices, seed, epoch)
-        failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
-        # Now, as the dataset may know this batch only until it makes the next one.
-        return [
-            partial(reraise, failed[row]) if row in failed else partial(_as_it_is, self.sample(batch, row))
-            for row in range(len(indices))
-        ]
-
-    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
-        kind = type(self.dataset)
-        own_key = not getattr(getattr(kind, "key", None), "__module__", "").startswith("fastload.")
-        return None if own_key or not hasattr(kind, "find") else self.dataset.find(keys)
-
-    def key(self, index: Any) -> str | None:
-        return str(self.dataset.key(index)) if hasattr(self.dataset, "key") else None
-
-    def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
-        dataset = self.dataset
-        if self.override is not None or not hasattr(dataset, "identities"):
-            return super().fingerprints(indices, seed, epoch, seeded=seeded)
-        records = dataset.records(indices)
-        numbers = dataset.identities(records)
-        numbers = numbers ^ np.uint64(dataset.cut)
-        if seeded or dataset.draws:
-            numbers = numbers ^ sample_seeds(seed, epoch, records)
-        return mix_all(numbers + ONE)
-
-    def encoded(self) -> EncodedRows | None:
-        return self.dataset if isinstance(self.dataset, EncodedRows) else None
-
-    def form(self) -> Any:
-        kind = type(self.dataset)
-        return tuple(getattr(kind, name, None) for name in ("sample", "copy_row", "finish_batch"))
-
-    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        return self.dataset.new_batch(n, allocate)
-
-    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        return self.dataset.fill(batch, todo, seed, epoch)  # type: ignore[no-any-return]
-
-    def sample(self, batch: Any, row: int) -> Any:
-        return self.dataset.sample(batch, row)
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        self.dataset.copy_row(batch, target, source)
-
-    def finish_batch(self, batch: Any) -> Any:
-        """The result of the dataset's `finish_batch`, if any. That method is not part of the protocol."""
-        finish = getattr(self.dataset, "finish_batch", None)
-        return batch if finish is None else finish(batch)
-
-
 class OverriddenView(PlainView):
     """Samples of a wrapper's subclass that makes them itself. What the wrapper holds is read ahead.
 
@@ -302,6 +260,9 @@ class OverriddenView(PlainView):
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         return View.reached(self, indices)  # the method may read another sample
+
+    def made_by_kernel(self) -> bool:
+        return False
 
     def writes(self) -> bool:
         return False
@@ -342,7 +303,3 @@ def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
 def reraise(error: Exception) -> NoReturn:
     """Raise an error that was found before."""
     raise error
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from fastload.cache import Cache
-from fastload.datasets.prepare import LOSSLESS
 from fastload.errors import (
     CacheError,
     DecodeError,
@@ -118,7 +117,7 @@ class _Filling:
             key = self._key(index)
             if self._cache.lookup(key) is not None:
                 yield Warmed(index, "present")
-            elif self._cache.mode in LOSSLESS and self._cache.fits(self._size(index)) == "too large":
+            elif self._cache.codec.lossless and self._cache.fits(self._size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
             elif self._cache.lock_inflight(key) or unlocked:
                 self._prefetcher.request([index])

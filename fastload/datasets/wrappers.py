@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -28,17 +29,21 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
 from fastload.datasets.composed import ConcatView, StackView, SubsetView
-from fastload.datasets.protocols import CacheFilling, RowDataset
-from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, StoreView, View
+from fastload.datasets.protocols import CacheFilling, overriding_method
+from fastload.datasets.seeds import digest
+from fastload.datasets.store_dataset import StoreDataset
+from fastload.datasets.store_view import StoreView
+from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, View
 
-_OBEYED = ("__getitem__", "__getitems__")  # of a subclass
 _TORCH = (Subset, ConcatDataset, StackDataset)
+# From then on the samples are tried one after the other: almost all are left out, or there is only one.
+_DRAWS = 1000
 _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
 
 
 def view_of(dataset: Any) -> View:
     """The view of any map-style dataset, as far as it can be seen into."""
-    if isinstance(dataset, RowDataset):
+    if isinstance(dataset, StoreDataset):
         return StoreView(dataset)
     home = _home(type(dataset))
     override = None if home is None else _overriding_method(dataset, home)
@@ -59,14 +64,10 @@ def _home(kind: type) -> type | None:
 
 def _overriding_method(dataset: Any, home: type) -> str | None:
     """The method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
-    if getattr(dataset, "__dict__", {}).get("__getitems__"):
-        return "__getitems__ of the dataset itself"
     mro = type(dataset).__mro__
-    own = mro[: mro.index(home)]
-    if any("prefetch" in vars(cls) for cls in own) and _offers_prefetch(dataset):
+    if any("prefetch" in vars(cls) for cls in mro[: mro.index(home)]) and _offers_prefetch(dataset):
         return "prefetch"
-    makes = [f"{cls.__name__}.{name}" for cls in own for name in _OBEYED if name in vars(cls)]
-    return makes[0] if makes else None
+    return overriding_method(dataset, home)
 
 
 def _view_by(home: type, dataset: Any) -> View:
@@ -99,7 +100,7 @@ class InnerDataset(NamedTuple):
 
     Args:
         where: the attribute that holds it, such as "dataset" or "datasets[0]"; of `asks`, if there is one.
-        dataset: it could be read ahead, where it is a `RowDataset`.
+        dataset: it could be read ahead, where it is over a store.
         asks: the holder that asks for one sample at a time and announces none; None where there is none.
     """
 
@@ -128,28 +129,24 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
                 continue
             seen.add(id(value))
             holders.append((f"{path}{where}.", value, asks))
-            if isinstance(value, RowDataset | CacheFilling):
-                lone = asks if isinstance(value, RowDataset) else None
+            if isinstance(value, CacheFilling):
+                lone = asks if isinstance(value, StoreDataset) else None
                 found.append(InnerDataset(path + where, value, lone))
     return found
 
 
 def fastload_datasets(dataset: Any) -> list[Any]:
     """`dataset` itself if it is one of fastload's, and those that it holds."""
-    own = [dataset] if isinstance(dataset, RowDataset | CacheFilling) else []
+    own = [dataset] if isinstance(dataset, CacheFilling) else []
     found = [*own, *view_of(dataset).leaves(), *(inner.dataset for inner in inner_datasets(dataset))]
     return list({id(one): one for one in found}.values())
 
 
 def start_epoch(datasets: list[Any], epoch: int) -> None:
-    """Tell each `RowDataset` the epoch of the next samples by its `start_epoch`, if any.
-
-    That method is not part of the protocol, since few need it. Other datasets are left alone: there the name
-    may mean anything.
-    """
+    """Tell each dataset over a store the epoch of the next samples."""
     for dataset in datasets:
-        if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
-            dataset.start_epoch(epoch)
+        if isinstance(dataset, StoreDataset):
+            StoreView(dataset).start_epoch(epoch)
 
 
 def _is_dataset(value: Any) -> bool:
@@ -177,3 +174,25 @@ def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
         if type(value) in (list, tuple, dict) and len(value) <= _MOST_INSIDE:
             items = value.items() if type(value) is dict else enumerate(value)
             yield from ((f"{name}[{key!r}]", item) for key, item in items)
+
+
+def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
+    """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
+
+    They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
+    So one more sample that is left out changes no choice but the choice of that sample. A sample stands in
+    its own place only where there is no other.
+
+    Args:
+        left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
+    """
+    view, length = view_of(dataset), len(dataset)
+    number = passed = 0
+    for attempt in itertools.count():
+        number = digest(seed, epoch, index, attempt) if passed < _DRAWS else number + 1
+        other = view.replacement(index, number, length)
+        if view.position(other, length) in left_out or (other == index and passed < _DRAWS):
+            passed += 1
+        else:
+            passed = 0
+            yield other

@@ -166,6 +166,12 @@ class Prefetcher:
             finally:
                 self._work.release()
 
+    def forget_made(self, indices: list[int]) -> None:
+        """Forget samples that were made without `get`, from the records of the cache. Counts those that were
+        requested."""
+        self._counters.add("get.ahead", sum(index in self._reads for index in indices))
+        self.cancel(indices)
+
     def outstanding(self) -> Outstanding:
         """Return the samples that were requested and not delivered, and their requests."""
         with self._work:

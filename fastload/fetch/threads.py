@@ -94,11 +94,15 @@ class ReadPool:
     """Tasks done by at most `most` threads in the order of their submission, with results by future.
 
     Used by shard readers, which wait for one piece after the other.
+
+    Args:
+        most: number of threads.
+        counters: get.* of the tasks, and of who reads by them, are added here.
     """
 
     def __init__(self, most: int, counters: Counters) -> None:
         self._most = most
-        self._counters = counters
+        self.counters = counters
         self._tasks: deque[Task] = deque()
         # Reentrant: `close` is called wherever garbage is collected, also by a thread that holds this. An
         # Event would not do, for its own lock is not.
@@ -137,11 +141,11 @@ class ReadPool:
                 raise error
             return future.result()
         finally:
-            self._counters.add("get.seconds", time.perf_counter() - start)
+            self.counters.add("get.seconds", time.perf_counter() - start)
 
     def pause(self, error: StoreError, seconds: float) -> None:
         """Wait before a request is made again: `wait` of the store's reads."""
-        self._counters.add("get.retries")
+        self.counters.add("get.retries")
         with self._ended:
             if self._ended.wait_for(lambda: self._closing, seconds):
                 raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -11,10 +11,12 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
-from fastload.loader.resume import NEEDS_INDEX, enter, sources_of
+from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, sources_of
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
-from fastload.order.order import is_stateful
+from fastload.order.exclusions import Segment
+from fastload.order.order import segments_of
 from fastload.order.sampler import indexed_length, known_length
+from fastload.order.samplers import Samplers, is_stateful
 
 
 class BlackBox:
@@ -136,7 +138,8 @@ class BlackBox:
                 no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         loader: Any = self
-        running, place = self._place_to_change("skip")
+        place = self._place_to_change("skip")
+        running = place.epoch
         chosen = running if epoch is None else whole_number("epoch", epoch)
         if chosen < running:
             raise ArgumentError(f"epoch {chosen} is over: epoch {running} is the first that can be changed")
@@ -144,20 +147,21 @@ class BlackBox:
         if not numbers:
             return
         if chosen == running:
-            late = [step for step in numbers if step < place["batches"] or step in place["ahead"]]
+            late = [step for step in numbers if step < place.batches or step in place.ahead]
             if late:
                 raise ArgumentError(
                     f"step {late[0]} of epoch {running} was handed out already: the next one is step "
-                    f"{place['batches']}; for another epoch pass epoch="
+                    f"{place.batches}; for another epoch pass epoch="
                 )
         else:
-            place = {"batches": 0, "ahead": [], "sampler": None}
+            place = Place(chosen)
         exclusions = self.loader_context.exclusions
-        enter(loader, chosen, place)
-        length = exclusions.steps(chosen, known_length(loader))
+        samplers = Samplers.of(loader)
+        segments = segments_of(orders_at(loader, place)) or [Segment(0, 0, samplers.per_step())]
+        length = known_length(loader) if len(segments) == 1 and segments[0].step == 0 else None
         if length is not None and numbers[-1] >= length:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
-        exclusions.skip(chosen, numbers)
+        exclusions.skip(chosen, segments[-1], numbers)
 
     def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.
@@ -187,15 +191,15 @@ class BlackBox:
             ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
                 have no index, as those of an iterable dataset, and of shards that are read as streams.
         """
-        epoch, place = self._place_to_change("exclude")
+        place = self._place_to_change("exclude")
         named = [one.index if isinstance(one, SampleAt) else one for one in _as_list(samples)]
         indices = _indices_of(self.dataset, named)
         self.loader_context.exclusions.exclude(
-            sources_of(self.dataset), indices, epoch, place["batches"], sorted(place["ahead"])
+            sources_of(self.dataset), indices, place.epoch, place.batches, sorted(place.ahead)
         )
 
-    def _place_to_change(self, what: str) -> tuple[int, Mapping[str, Any]]:
-        """(epoch, place in it) from which on samples are left out.
+    def _place_to_change(self, what: str) -> Place:
+        """Return the place from which on samples are left out.
 
         Raises:
             ArgumentError: samples have no index, or a dataset's state would be changed.
@@ -209,13 +213,13 @@ class BlackBox:
             )
         if position.reads_streams(loader):
             raise ArgumentError(f"{what} {NEEDS_INDEX}")
-        epoch, place = position.place(loader)
-        if place["sampler"] is not None and loader.num_workers and is_stateful(dataset):
+        place = position.place(loader)
+        if place.sampler is not None and loader.num_workers and is_stateful(dataset):
             raise ArgumentError(
                 f"{what} cannot be called within an epoch where workers make batches ahead and the dataset "
                 "has a state, which those have changed: call it between two epochs, or use num_workers=0"
             )
-        return epoch, place
+        return place
 
 
 def _as_list(given: Any) -> list[Any]:

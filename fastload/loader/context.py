@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.datasets.wrappers import fastload_datasets
+from fastload.datasets.wrappers import fastload_datasets, view_of
 from fastload.distributed import find_rank
-from fastload.loader.history import History
 from fastload.loader.remote_caches import RemoteCaches
-from fastload.loader.resume import LoaderState
+from fastload.loader.resume import LoaderPosition
 from fastload.metrics.counters import BadSamples, Counters, Meter
 from fastload.order.exclusions import Exclusions
+from fastload.order.history import History
 from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.log_writer import LogWriter
@@ -33,7 +33,7 @@ class LoaderContext:
         meter: the epoch that runs, or the last one.
         bad: samples that could not be read or decoded.
         position: how much was handed out.
-        history: what the orders of past epochs were made from.
+        history: the orders of past epochs.
         exclusions: samples and steps that are left out.
         digest: of all that was handed out.
         remote_caches: what pulls and pushes for them.
@@ -45,7 +45,7 @@ class LoaderContext:
 
     counters: Counters = field(default_factory=Counters)
     bad: BadSamples = field(default_factory=BadSamples)
-    position: LoaderState = field(default_factory=LoaderState)
+    position: LoaderPosition = field(default_factory=LoaderPosition)
     history: History = field(default_factory=History)
     exclusions: Exclusions = field(default_factory=Exclusions)
     digest: Digest = field(default_factory=Digest)
@@ -78,8 +78,8 @@ class LoaderContext:
 
     def find_budgets(self, dataset: Any) -> None:
         """Collect the budgets of the datasets that `dataset` holds."""
-        found = [getattr(one, "budget", None) for one in fastload_datasets(dataset)]
-        self.budgets = list(dict.fromkeys(one for one in found if isinstance(one, RequestBudget)))
+        found = [view_of(one).budget() for one in fastload_datasets(dataset)]
+        self.budgets = list(dict.fromkeys(one for one in found if one is not None))
 
     def count_requests(self) -> None:
         """Put into the counters what all processes asked of the stores."""

@@ -31,10 +31,9 @@ from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler
-from fastload.order.state import reading_state
+from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.log_writer import LogWriter
-from fastload.trace.recipe import describe
 from fastload.workers.autoscale import Autoscaler, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, most_workers
 
@@ -214,11 +213,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self.loader_context.position.starting(self) as positions:
+        with self.loader_context.position.starting(self) as start:
             iterator: Any = super().__iter__()
         self.loader_context.remote_caches.start_epoch(self)  # the workers read already
         if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
-            iterator.take_up(positions)
+            iterator.take_up(start.workers)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -265,12 +264,10 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         """
         context = self.loader_context
         context.flush_log()
-        return context.position.state_dict(self) | {
-            "history": context.history.state(),
-            "exclusions": context.exclusions.state(),
-            "digest": context.digest.state(),
-            "made_from": describe(self),
-        }
+        state = context.position.state(self)
+        state.history, state.exclusions = context.history.state(), context.exclusions.state()
+        state.digest = context.digest.state()
+        return plain_state(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume: the next iteration continues where `state_dict` was taken; later ones are whole epochs.
@@ -303,10 +300,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         """
         context = self.loader_context
         with reading_state("state_dict", "load it as state_dict() returned it"):
-            state_dict = context.position.load_state_dict(self, state_dict)
-            context.history.load(state_dict)
-            context.exclusions.load(state_dict["exclusions"])
-            context.digest.load(state_dict["digest"], *find_part(self))
+            state = parse_state(state_dict, "state_dict")
+            context.position.load(self, state)
+            context.history.load(state.history)
+            context.exclusions.load(state.exclusions)
+            context.digest.load(state.digest, *find_part(self))
         if context.log is not None:
             context.log.run_resumes()
         self._iterator = None

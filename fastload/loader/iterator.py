@@ -18,7 +18,6 @@ from typing import Any
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.resume import filter_of
 from fastload.loader.schedule import Schedule
@@ -31,7 +30,9 @@ from fastload.loader.stages import (
     new_workers,
 )
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
-from fastload.order.state import reading_state
+from fastload.order.position import Position
+from fastload.order.samplers import Samplers
+from fastload.order.state import WorkerState, reading_state
 from fastload.workers.protocol import EpochStart
 from fastload.workers.workers import Arrival, Workers
 
@@ -49,7 +50,7 @@ class LoaderIterator(TorchIterator):
     _engine: Workers  # not there before `__init__` comes to it; `_workers` is torch's name of its processes
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
-    _progress: Progress
+    _position: Position
 
     def __init__(self, loader: Any, context: LoaderContext) -> None:
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
@@ -59,12 +60,12 @@ class LoaderIterator(TorchIterator):
         self._outdated: set[int] = set()  # work that may be made by rules which have changed
         self.broken = False
         self._limit_reached: LimitError | None = None
-        inline = loader.num_workers == 0
+        inline, start = loader.num_workers == 0, context.position.start
         if inline:
-            self._progress = context.position.begin(loader)
-        with context.position.seeding(loader):
+            self._position = context.position.begin(loader)
+        with start.seeding(loader):
             super().__init__(loader)
-        self._base_seed = context.position.base_seed(int(self._base_seed))
+        self._base_seed = int(self._base_seed) if start.base_seed is None else start.base_seed
         self._encoded = context.decoding is not None  # whether workers send images as they are
         self._device = new_device(loader, context)
         if self._device is not None and self._device.copies:
@@ -81,7 +82,7 @@ class LoaderIterator(TorchIterator):
         self._delivery = Delivery(self._device, context, self._engine, pin)
         self._scaling = Scaling(context, self._engine)
         if inline:
-            if context.position.order_was_undone:
+            if start.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
             self._take_position(loader)
             self._start_epoch(loader)
@@ -103,7 +104,7 @@ class LoaderIterator(TorchIterator):
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
-        follow_exclusions(self._progress, self._reorder, self._engine, self._first, self._outdated)
+        follow_exclusions(self._position, self._reorder, self._engine, self._first, self._outdated)
         while (seq := self._next_due()) is not None:  # schedule -> workers
             arrival = self._wait_for(seq)  # workers -> reorder
             if arrival.seq in self._outdated:
@@ -184,7 +185,7 @@ class LoaderIterator(TorchIterator):
                 arrivals = self._engine.arrived()
             for arrival in arrivals:
                 if self._reorder.put(arrival):
-                    self._progress.began(arrival.worker_id, arrival.before)
+                    self._position.began(arrival.worker_id, arrival.before)
                 else:
                     self._discard(arrival)
         except BaseException:  # Ctrl-C too
@@ -237,13 +238,13 @@ class LoaderIterator(TorchIterator):
             self._engine.report(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        step, substitutes = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
-        self._context.handed_over(self._progress.epoch, step, arrival.witness)
-        self._progress.next_worker = self._reorder.next_lane()
+        step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+        self._context.handed_over(self._position.epoch, step, arrival.witness)
+        self._position.next_worker = self._reorder.next_lane()
         self._count_left_out(substitutes)
 
     def _count_left_out(self, substitutes: int) -> None:
-        steps, self._progress.steps_left_out = self._progress.steps_left_out, 0
+        steps, self._position.steps_left_out = self._position.steps_left_out, 0
         if substitutes:
             self._context.counters.add("left_out.samples", substitutes)
         if steps:
@@ -256,7 +257,7 @@ class LoaderIterator(TorchIterator):
         has made leave the loader, so it could wait for ever.
         """
         seq, worker_id = arrival.seq, arrival.worker_id
-        given = self._progress.given_out(seq - self._first)
+        given = self._position.given_out(seq - self._first)
         if given is None:
             lane = self._reorder.take(seq)
             self._outdated.discard(seq)
@@ -277,7 +278,7 @@ class LoaderIterator(TorchIterator):
 
     def _retire(self, lane: int, arrival: Arrival) -> None:
         """This stream, or this worker's part of an iterable dataset, is at its end."""
-        self._progress.ended(lane, arrival.after)
+        self._position.ended(lane, arrival.after)
         for dropped in self._reorder.drop(lane):
             self._discard(dropped)
         if self._schedule.retire(lane):
@@ -293,8 +294,8 @@ class LoaderIterator(TorchIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch with the workers that there are; called by torch's loader."""
-        previous = None if first_iter else self._progress
-        self._progress = self._context.position.begin(loader, previous)
+        previous = None if first_iter else self._position
+        self._position = self._context.position.begin(loader, previous)
         super()._reset(loader, first_iter)
         self._take_position(loader)
         self._start_epoch(loader)
@@ -306,14 +307,14 @@ class LoaderIterator(TorchIterator):
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
-        self._progress.filter = filter_of(loader, self._progress, self._seed)
-        self._sampler_iter = context.position.started(self._progress, base_seed, self._sampler_iter)
-        self._num_yielded = self._progress.batches
+        self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
+        with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
+            context.history.begin(Samplers.of(loader), self._position)
+        self._position.filter = filter_of(loader, self._position, self._seed)
+        self._num_yielded = self._position.batches
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
-        with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
-            context.history.begin(loader, self._progress)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
         context.start_epoch(loader)
@@ -327,28 +328,28 @@ class LoaderIterator(TorchIterator):
         self._first = self._sent
         # Of workers that were wanted at the end of an epoch, some may not have been started.
         workers = min(wanted, len(self._workers))
-        self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, workers)
+        self._schedule = new_schedule(loader, context, self._position, self._sampler_iter, workers)
         self._engine.begin(
             EpochStart(
                 self._sent,
                 self._seed,
-                self._progress.epoch,
+                self._position.epoch,
                 self._schedule.streamed,
                 self._shared_seed,
-                frozenset() if self._progress.filter is None else self._progress.filter.withheld,
+                frozenset() if self._position.filter is None else self._position.filter.withheld,
             )
         )
         if self._engine.concurrent:
             self._fill()
 
-    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
+    def take_up(self, positions: list[WorkerState] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
-        self._progress.began(state=self._engine.take_up(positions[0] if positions else None))
+        self._position.began(state=self._engine.take_up(positions[0] if positions else None))
 
     def _finish(self) -> None:
         for arrival in self._reorder.clear():
             self._discard(arrival)
-        self._progress.finish()
+        self._position.finish()
         self._count_left_out(0)
         self._context.meter.stop()
         self._context.flush_log()

@@ -1,8 +1,7 @@
 """Where a loader is in its data, as a small dict, and how it goes on from there.
 
-A state is a position: the epoch, the origin of its order (a seed, or the state of a sampler or generator),
-and how many batches were handed out. To resume is to make the order again and to pass over those batches
-without reading their data.
+A state is a position: the epoch, what its order is made from, and how many batches were delivered. To resume
+is to make the order again and to pass over those batches without reading their data.
 """
 
 from __future__ import annotations
@@ -12,56 +11,104 @@ import copy
 import functools
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from fastload.datasets.substitutes import substitutes
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import ArgumentError
-from fastload.loader.position import Progress
-from fastload.loader.stream_epoch import Streams, check_streams
+from fastload.loader.stream_epoch import StreamAgreement, check_streams
 from fastload.order.exclusions import Filter, Reading
-from fastload.order.order import Order, draw_seed
+from fastload.order.history import continued
+from fastload.order.order import EpochOrder, segments_of
+from fastload.order.position import Position
 from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
-from fastload.order.state import VERSION, check_state
+from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
+from fastload.order.state import VERSION, Coming, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
+from fastload.trace.recipe import describe
 from fastload.workers.on_error import REPLACEMENTS
 from fastload.workers.sources import load_dataset
 
-_BEGINNING: dict[str, Any] = {"batches": 0, "ahead": [], "sampler": None}  # of an epoch
+
+class Place(NamedTuple):
+    """The batch that is delivered next.
+
+    Attributes:
+        epoch: that runs, was left early or is to be resumed; else the next one.
+        batches, ahead, sampler: as in `Position`. `sampler` is None at the start of an epoch.
+        order: from here on, of an epoch that is to be resumed; else None.
+    """
+
+    epoch: int
+    batches: int = 0
+    ahead: tuple[int, ...] = ()
+    sampler: SamplerState | None = None
+    order: EpochOrder | None = None
 
 
-class LoaderState:
+@dataclass(frozen=True)
+class IterationStart:
+    """How an iteration begins, as far as that is settled before torch draws anything.
+
+    Attributes:
+        resumed: the state of the epoch that goes on; None: it begins.
+        workers: where each worker takes up the dataset; None where nothing is resumed.
+        base_seed: of the workers; None: torch draws it.
+        drawn: the run that was saved has drawn it, so that what torch draws is undone.
+        origin: of the order, where a state has settled it.
+    """
+
+    resumed: State | None = None
+    workers: list[WorkerState] | None = None
+    base_seed: int | None = None
+    drawn: bool = False
+    origin: Origin | None = None
+
+    @property
+    def order_was_undone(self) -> bool:
+        """The draws of `iter(sampler)` were undone too, so that it has to be called again."""
+        return self.drawn and self.resumed is None
+
+    @contextlib.contextmanager
+    def seeding(self, loader: Any) -> Iterator[None]:
+        """Stand around the constructor of torch's iterator, which draws the base seed."""
+        samplers = Samplers.of(loader)
+        on_host = contextlib.nullcontext() if _is_iterable(loader) else samplers.seeding()
+        generators = samplers.generators() if self.drawn else {}
+        with on_host, torch.random.fork_rng(devices=[], enabled=self.drawn):
+            yield
+        samplers.write_generators(generators)
+
+
+class LoaderPosition:
     """The position of one loader, over all its iterations.
 
-    An iterator calls `begin` and `started` when an epoch starts; what they resume is known from `starting`
-    only, which is around both.
+    Attributes:
+        epoch: of the next iteration.
+        start: of the iteration that starts, while it does.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0  # of the next iteration
-        self._progress: Progress | None = None  # of the iteration that began last
-        self._loaded: dict[str, Any] | None = None  # waits for the next iteration
+        self.epoch = 0
+        self.start = IterationStart()
+        self._position: Position | None = None  # of the iteration that began last
+        self._loaded: State | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
-        self._streams = Streams()
+        self._streams = StreamAgreement()
         self._contents = Contents()
         # With persistent workers a run draws one base seed for all its epochs, as torch's does. One that
         # resumes it keeps that seed, with or without such workers, or its samples would be others.
         self._one_seed: int | None = None
-        # What the next iteration draws from torch's generator, once a state has said so: "base_seed" (None:
-        # it stays as it is) and "origin" of its order. The script may draw meanwhile.
-        self._coming: dict[str, Any] | None = None
-        # While an iteration starts:
-        self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
-        self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
+        self._coming: Coming | None = None  # what the next iteration draws, once a state has said so
 
     def running(self, loader: Any) -> tuple[int, bool]:
-        """(the epoch that runs, True), or (the next one, False)."""
-        epoch, place = self.place(loader)
-        return epoch, place is not _BEGINNING
+        """Return (the epoch that runs, True), or (the next one, False)."""
+        place = self.place(loader)
+        return place.epoch, place.sampler is not None
 
     def replay(self, epoch: int, base_seed: int) -> None:
         """Let the next iteration have the samples' randomness of that epoch."""
@@ -70,204 +117,174 @@ class LoaderState:
     # --- called when an iteration starts
 
     @contextlib.contextmanager
-    def starting(self, loader: Any) -> Iterator[list[dict[str, Any]] | None]:
-        """Around `iter(loader)`. Gives where the dataset is to be taken up, see `Progress`."""
+    def starting(self, loader: Any) -> Iterator[IterationStart]:
+        """Stand around `iter(loader)`: give what it begins with, as `start` too."""
         saved, self._loaded = self._loaded, None
-        order = Order(loader)
-        another_epoch = saved is not None and order.epoch != self._loaded_epoch  # by set_epoch, since
-        if saved is not None and another_epoch and saved["begun"]:
-            self._leave(order, saved)  # that epoch starts from its beginning
-        elif saved is not None:
-            self._resume(loader, order, saved)
+        self.start = self._taken_up(loader, saved)
         try:
-            yield self._workers
+            yield self.start
         except BaseException:
             self._loaded = saved
             raise
         finally:
-            self._workers = self._again = None
+            self.start = IterationStart()
 
-    def _leave(self, order: Order, saved: Mapping[str, Any]) -> None:
-        if "streams" in saved:
-            warnings.warn(
-                f"set_epoch({order.epoch}) drops the position that was loaded, {saved['batches']} "
-                f"batches into epoch {self._loaded_epoch}: call set_epoch({self._loaded_epoch}) to resume "
-                "there",
-                stacklevel=6,
-            )
-        self.epoch, self._coming = saved["epoch"] + 1, None
+    def _taken_up(self, loader: Any, saved: State | None) -> IterationStart:
+        samplers, resumed, workers = Samplers.of(loader), None, None
+        if saved is not None and saved.begun and samplers.epoch != self._loaded_epoch:  # by set_epoch, since
+            if saved.streams is not None:
+                warnings.warn(
+                    f"set_epoch({samplers.epoch}) drops the position that was loaded, {saved.batches} "
+                    f"batches into epoch {self._loaded_epoch}: call set_epoch({self._loaded_epoch}) to "
+                    "resume there",
+                    stacklevel=6,
+                )
+            self.epoch, self._coming = saved.epoch + 1, None  # that epoch starts from its beginning
+        elif saved is not None:
+            self.epoch = saved.epoch
+            self._one_seed = saved.base_seed if saved.one_seed else None
+            workers = self._workers_of(loader, saved)
+            if saved.begun:
+                resumed = saved
+            else:
+                self._coming = saved.coming
+                samplers.write_generators(saved.generators)
+        seeds = [self._one_seed, None if self._coming is None else self._coming.base_seed]
+        if resumed is not None:
+            seeds.insert(0, resumed.base_seed)
+        base_seed = next((seed for seed in seeds if seed is not None), None)
+        drawn = resumed is not None or self._one_seed is not None
+        origin = None if self._coming is None else self._coming.origin
+        return IterationStart(resumed, workers, base_seed, drawn, origin)
 
-    def _resume(self, loader: Any, order: Order, saved: dict[str, Any]) -> None:
-        self.epoch = saved["epoch"]
-        self._one_seed = saved["base_seed"] if saved["one_seed"] else None
-        count = max(1, loader.num_workers)
-        workers = copy.deepcopy(saved["workers"])
-        if workers is not None and len(workers) != count:
-            workers = [copy.deepcopy(workers[0]) for _ in range(count)]  # they are alike, see `_check`
-        self._workers = workers
-        if loader.num_workers == 0 and workers is not None:
-            load_dataset(loader.dataset, workers[0])
-        if saved["begun"]:
-            self._again = saved
-        else:
-            self._coming = copy.deepcopy(saved["coming"])
-            order.write_generators(saved["generators"])
-
-    def worker_positions(self) -> list[dict[str, Any]] | None:
-        """Where each worker takes up the dataset; None where nothing is resumed."""
-        return self._workers
-
-    @contextlib.contextmanager
-    def seeding(self, loader: Any) -> Iterator[None]:
-        """Around the constructor of torch's iterator, which draws the base seed.
-
-        Where the run that was saved had drawn it before, the generators stay where they are.
-        """
-        order = Order(loader)
-        on_host = contextlib.nullcontext() if _is_iterable(loader) else order.seeding()
-        drawn = self._again is not None or self._one_seed is not None
-        generators = order.generators() if drawn else {}
-        with on_host, torch.random.fork_rng(devices=[], enabled=drawn):
-            yield
-        if drawn:
-            order.write_generators(generators)
-
-    @property
-    def order_was_undone(self) -> bool:
-        """`seeding` has undone all draws, those of `iter(sampler)` too, which has to be called again."""
-        return self._again is None and self._one_seed is not None
-
-    def base_seed(self, drawn: int) -> int:
-        """The base seed of the iteration that starts, where torch has drawn `drawn`."""
-        if self._again is not None:
-            return int(self._again["base_seed"])
-        settled = None if self._coming is None else self._coming["base_seed"]
-        return next((seed for seed in (self._one_seed, settled) if seed is not None), drawn)
-
-    def begin(self, loader: Any, previous: Progress | None = None) -> Progress:
-        """Just before `iter(sampler)`. `previous` is what the same workers did before."""
-        order = Order(loader)
-        order.start_epoch()
-        self._contents.forget()
-        streams = self._streams.begin(loader, self._again)
-        workers = copy.deepcopy(self._workers)
+    def _workers_of(self, loader: Any, saved: State) -> list[WorkerState] | None:
+        """Return where each worker takes up the dataset; without workers, that is done."""
+        workers, count = copy.deepcopy(saved.workers), max(1, loader.num_workers)
         if workers is None:
-            states = [worker["state"] for worker in previous.workers] if previous is not None else []
-            states += [None] * (max(1, loader.num_workers) - len(states))
-            workers = [_untouched(state) for state in states]
-        origin = None if self._coming is None else self._coming["origin"]
-        progress = Progress(order, self.epoch, _is_iterable(loader), workers, streams, origin)
-        if self._again is not None:
-            progress.resume(self._again)
-        self.epoch += 1
-        self._progress = progress
-        return progress
+            return None
+        if len(workers) != count:
+            workers = [copy.deepcopy(workers[0]) for _ in range(count)]  # they are alike, see `_check`
+        if loader.num_workers == 0:
+            load_dataset(loader.dataset, workers[0])
+        return workers
 
-    def started(self, progress: Progress, base_seed: int, index_batches: Iterator[Any]) -> Iterator[Any]:
-        """torch has drawn the base seed and made the sampler's iterator. Returns the rest of the order."""
-        progress.base_seed, self._coming = base_seed, None
-        if self._again is not None:
-            index_batches = progress.order_again(index_batches)
-        return index_batches if progress.unordered else progress.watch(index_batches)
+    def begin(self, loader: Any, previous: Position | None = None) -> Position:
+        """Return the position of the iteration that starts, just before `iter(sampler)`.
+
+        Args:
+            previous: of the iteration that the same workers did before.
+        """
+        samplers, start = Samplers.of(loader), self.start
+        samplers.start_epoch()
+        self._contents.forget()
+        streams = self._streams.begin(loader, start.resumed)
+        workers = copy.deepcopy(start.workers)
+        if workers is None:
+            states = [worker.state for worker in previous.workers] if previous is not None else []
+            states += [None] * (max(1, loader.num_workers) - len(states))
+            workers = [WorkerState(0, False, True, state) for state in states]
+        position = Position(samplers, self.epoch, _is_iterable(loader), workers, streams, start.origin)
+        if start.resumed is not None:
+            position.resume(start.resumed)
+        self.epoch += 1
+        self._position = position
+        return position
+
+    def started(self, position: Position, base_seed: int, made: Iterator[Any]) -> Iterator[Any]:
+        """Return the index batches, where torch has drawn the base seed and made the sampler's iterator."""
+        self._coming = None
+        return position.begin(base_seed, made, resumed=self.start.resumed is not None)
 
     # --- where the loader is
 
-    def place(self, loader: Any) -> tuple[int, Mapping[str, Any]]:
-        """(epoch, place in it) of the batch that is handed out next, as far as an epoch has begun.
-
-        That is the epoch which runs, was left early or is to be resumed; else the next one, from its start.
-        """
-        saved, progress = self._loaded, self._progress
+    def place(self, loader: Any) -> Place:
+        """Return the batch that is delivered next, as far as an epoch has begun."""
+        saved, position = self._loaded, self._position
         if saved is not None:
-            if not saved["begun"]:
-                return saved["epoch"], _BEGINNING
-            if Order(loader).epoch != self._loaded_epoch:
-                return saved["epoch"] + 1, _BEGINNING
-            return saved["epoch"], saved
-        if progress is not None and not progress.finished:
-            return progress.epoch, progress.place
-        return self.epoch, _BEGINNING
+            samplers = Samplers.of(loader)
+            if not saved.begun:
+                return Place(saved.epoch)
+            if samplers.epoch != self._loaded_epoch:
+                return Place(saved.epoch + 1)
+            order = EpochOrder.begun(
+                samplers, saved.epoch, saved.batches, saved.sampler, base_seed=saved.base_seed
+            )
+            return Place(saved.epoch, saved.batches, tuple(saved.ahead), saved.sampler, order)
+        if position is not None and not position.finished:
+            return Place(position.epoch, position.batches, tuple(position.ahead), position.sampler)
+        return Place(self.epoch)
 
     def reads_streams(self, loader: Any) -> bool:
-        """Whether the epoch that runs, or the next one, is read as streams."""
-        progress = self._progress
-        if progress is not None and not progress.finished and self._loaded is None:
-            return progress.streams is not None
-        return self._streams.expected(loader) or "streams" in (self._loaded or {})
+        """Return whether the epoch that runs, or the next one, is read as streams."""
+        position = self._position
+        if position is not None and not position.finished and self._loaded is None:
+            return position.streams is not None
+        loaded = self._loaded is not None and self._loaded.streams is not None
+        return loaded or self._streams.expected(loader)
 
     # --- the state
 
-    def state_dict(self, loader: Any) -> dict[str, Any]:
-        order = Order(loader)
+    def state(self, loader: Any) -> State:
+        """Return the state, but for what is not about the position."""
+        samplers = Samplers.of(loader)
         if self._loaded is not None:
-            return copy.deepcopy(self._loaded | {"sampler": order.with_changes(self._loaded["sampler"])})
-        if self._progress is not None and not self._progress.finished:
-            position = self._progress.position()
+            return replace(self._loaded, sampler=samplers.with_changes(self._loaded.sampler))
+        state = _description(loader, samplers)
+        if self._position is not None and not self._position.finished:
+            self._position.write(state)
         else:
-            position = self._between(loader, order)
-        stateless = all(worker["state"] is None for worker in position["workers"])
-        if stateless and not (_is_iterable(loader) and position["batches"]):
-            position["workers"] = None
-        position["sampler"] = order.with_changes(position["sampler"])
-        position["one_seed"] = self._one_seed is not None or _is_persistent(loader)
-        position["samples"] = self._contents.identify(loader)
-        return copy.deepcopy(_description(loader, order) | position)
+            self._write_between(loader, samplers, state)
+        stateless = all(worker.state is None for worker in state.workers or [])
+        if stateless and not (_is_iterable(loader) and state.batches):
+            state.workers = None
+        state.sampler = samplers.with_changes(state.sampler)
+        state.one_seed = self._one_seed is not None or _is_persistent(loader)
+        state.samples = self._contents.identify(loader)
+        state.made_from = describe(loader)
+        return state
 
-    def _settle_coming(self, loader: Any, order: Order, *, base_seed_known: bool) -> dict[str, Any]:
-        """What the coming iteration draws from torch's generator: from now on settled, and not drawn yet.
+    def _write_between(self, loader: Any, samplers: Samplers, state: State) -> None:
+        """Write into a state what is about the iteration to come."""
+        last, persistent = self._position, _is_persistent(loader)
+        state.epoch = self.epoch
+        state.base_seed = last.base_seed if last is not None and persistent else self._one_seed
+        if not isinstance(loader.dataset, IterDataPipe):  # which draws one more seed
+            if self._coming is None:
+                self._coming = self._draw_ahead(loader, samplers, base_seed_known=state.base_seed is not None)
+            state.coming = self._coming
+        if last is not None:
+            state.sampler = last.sampler
+            if loader.num_workers == 0 or persistent:
+                state.workers = [WorkerState(0, False, True, worker.state) for worker in last.workers]
+
+    def _draw_ahead(self, loader: Any, samplers: Samplers, *, base_seed_known: bool) -> Coming:
+        """Return what the coming iteration draws from torch's generator: settled now, and not drawn yet.
 
         So the run that goes on and the one that resumes have the same epoch, whatever their scripts draw
         before it begins.
         """
-        if self._coming is None:
-            drawing, base_seed = torch.default_generator.clone_state(), None
-            if not base_seed_known:
-                own = loader.generator
-                base_seed = draw_seed(drawing if own is None else own.clone_state())
-            self._coming = {"base_seed": base_seed, "origin": order.origin(self.epoch, drawing)}
-        return self._coming
+        drawing, base_seed = torch.default_generator.clone_state(), None
+        if not base_seed_known:
+            own = loader.generator
+            base_seed = draw_seed(drawing if own is None else own.clone_state())
+        return Coming(base_seed, samplers.origin(self.epoch, drawing))
 
-    def _between(self, loader: Any, order: Order) -> dict[str, Any]:
-        """The part of a state that is about the iteration to come."""
-        last = self._progress
-        base_seed = last.base_seed if last is not None and _is_persistent(loader) else self._one_seed
-        coming = None
-        if not isinstance(loader.dataset, IterDataPipe):  # which draws one more seed
-            coming = self._settle_coming(loader, order, base_seed_known=base_seed is not None)
-        kept = last is not None and (loader.num_workers == 0 or _is_persistent(loader))
-        return {
-            "begun": False,
-            "epoch": self.epoch,
-            "batches": 0,
-            "ahead": [],
-            "origin": None,
-            "check": 0,
-            "next_worker": 0,
-            "base_seed": base_seed,  # None: the next iteration draws one
-            "coming": coming,
-            "generators": order.generators(),
-            "sampler": last.place["sampler"] if last is not None else order.sampler_state(),
-            "workers": [_untouched(worker["state"]) for worker in last.workers] if kept and last else [],
-        }
+    def load(self, loader: Any, state: State) -> None:
+        """Take up a state.
 
-    def load_state_dict(self, loader: Any, state_dict: Any) -> Mapping[str, Any]:
-        """Take up a state. Returns it."""
-        order = Order(loader)
-        state = check_state(state_dict, "state_dict")
-        _check_seeds(state)
-        _check(loader, order, state)
+        Raises:
+            ArgumentError: this loader cannot go on from it.
+        """
+        samplers = Samplers.of(loader)
+        _check(loader, samplers, state)
         check_identity(loader, self._contents.identify(loader), state)
-        order.load_sampler_state(state["sampler"])
-        self._loaded = copy.deepcopy(dict(state))
-        if isinstance(order.stateful, DistributedSampler):  # with the sources, weights and nodes of this run
-            self._loaded["sampler"]["state"] = order.stateful.state_dict()
-        self._loaded_epoch = order.epoch
-        self._progress = self._one_seed = self._coming = None
-        return state
-
-
-def _untouched(state: Any) -> dict[str, Any]:
-    return {"batches": 0, "ended": False, "fresh": True, "state": state}
+        samplers.load(state.sampler)
+        if isinstance(samplers.stateful, DistributedSampler):
+            # With the sources, weights and nodes of this run.
+            own = samplers.stateful.state_dict()
+            state = replace(state, sampler=replace(state.sampler, state=own))
+        self._loaded, self._loaded_epoch = state, samplers.epoch
+        self._position = self._one_seed = self._coming = None
 
 
 def _is_persistent(loader: Any) -> bool:
@@ -278,70 +295,62 @@ def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def _description(loader: Any, order: Order) -> dict[str, Any]:
-    """What has to be alike in the loader that resumes, or is compared in `_check`."""
+def _description(loader: Any, samplers: Samplers) -> State:
+    """Return a state with what has to be alike in the loader that resumes, or is compared in `_check`."""
     iterable = _is_iterable(loader)
-    return {
-        "version": VERSION,
-        "dataset": "iterable" if iterable else "map-style",
-        "length": None if iterable else known_length(loader.dataset),
-        "samplers": order.kind,
-        "sampler_length": None if iterable else known_length(order.index_sampler),
-        "num_replicas": order.replicas,
-        "batch_size": order.batch_size,
-        "num_workers": loader.num_workers,
-        "seed": loader.seed,
-    }
+    return State(
+        version=VERSION,
+        dataset="iterable" if iterable else "map-style",
+        length=None if iterable else known_length(loader.dataset),
+        samplers=samplers.names,
+        sampler_length=None if iterable else known_length(samplers.index_sampler),
+        num_replicas=samplers.replicas,
+        batch_size=samplers.batch_size,
+        num_workers=loader.num_workers,
+        seed=loader.seed,
+        sampler=samplers.state(),
+        generators=samplers.generators(),
+    )
 
 
-def _check_seeds(saved: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the seeds are such as torch draws: the next iteration hands them to it."""
-    coming = None if saved["coming"] is None else saved["coming"]["base_seed"]
-    drawn = [seed for seed in (saved["base_seed"], coming) if seed is not None]
-    if saved["begun"] and saved["base_seed"] is None:
-        raise ValueError("no seed of an epoch that has begun")
-    for seed in drawn:
-        if type(seed) is not int or not 0 <= seed < 1 << 63:
-            raise ValueError(f"the seed {seed!r}")
-
-
-def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
+def _check(loader: Any, samplers: Samplers, saved: State) -> None:
     """Raise ArgumentError unless `loader` can go on from `saved`."""
-    own = _description(loader, order)
+    own = _description(loader, samplers)
     names = ["dataset", "length", "samplers", "seed"]
-    workers = saved["workers"] or []
-    if own["dataset"] == "map-style":
-        if saved["ahead"] or not order.followed:
-            names += ["batch_size", "sampler_length", "num_replicas"] if saved["begun"] else []
-    elif any(worker["state"] is None and worker["batches"] for worker in workers):
+    workers = saved.workers or []
+    if own.dataset == "map-style":
+        if saved.ahead or not samplers.tracks_state:
+            names += ["batch_size", "sampler_length", "num_replicas"] if saved.begun else []
+    elif any(worker.state is None and worker.batches for worker in workers):
         names += ["batch_size"]
     # As bytes, since users' states may hold tensors, which have no single answer to `==`.
-    alike = len({pickle.dumps(worker["state"]) for worker in workers}) == 1
-    if workers and not (alike and own["dataset"] == "map-style"):
+    alike = len({pickle.dumps(worker.state) for worker in workers}) == 1
+    if workers and not (alike and own.dataset == "map-style"):
         names += ["num_workers"]
     for name in names:
-        not_indexed = isinstance(loader.sampler, ShardSampler) and None in (saved[name], own[name])
-        free = not_indexed or order.mixture is not None  # which compares each source
-        if saved[name] != own[name] and not (name == "length" and free):
+        before, now = getattr(saved, name), getattr(own, name)
+        not_indexed = isinstance(loader.sampler, ShardSampler) and None in (before, now)
+        free = not_indexed or samplers.mixture is not None  # which compares each source
+        if before != now and not (name == "length" and free):
             since = changes_since(loader, saved) if name == "length" else ""
             raise ArgumentError(
-                f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}{since}: "
+                f"state_dict was saved with {name} {before!r}, this loader has {now!r}{since}: "
                 f"{_ADVICE[name]}"
             )
-    sampler = order.stateful
-    if saved["ahead"] and isinstance(sampler, DistributedSampler):
+    sampler = samplers.stateful
+    if saved.ahead and isinstance(sampler, DistributedSampler):
         dealt = {"nodes": sampler.place.nodes, "exchange": sampler.exchange}
-        before = saved["sampler"]["state"]
-        if not before["consumed"] and any(before[name] != value for name, value in dealt.items()):
+        state = saved.sampler.state
+        if not state["consumed"] and any(state[name] != value for name, value in dealt.items()):
             raise ArgumentError(
                 f"state_dict was saved before the first batch, with later ones handed out, and this sampler "
                 f"has {dealt}: {_SAME_ORDER}; resume with the same num_nodes and exchange"
             )
-    check_streams(loader, saved.get("streams"))
-    if saved["generators"].keys() != order.generators().keys():
+    check_streams(loader, saved.streams)
+    if saved.generators.keys() != own.generators.keys():
         raise ArgumentError(
-            f"state_dict has generators of {sorted(saved['generators'])}, this loader was given those of "
-            f"{sorted(order.generators())}: pass `generator` in the same places as in the saved run"
+            f"state_dict has generators of {sorted(saved.generators)}, this loader was given those of "
+            f"{sorted(own.generators)}: pass `generator` in the same places as in the saved run"
         )
 
 
@@ -371,61 +380,61 @@ def sources_of(dataset: Any) -> dict[str, int]:
     return view_of(dataset).lengths(len(dataset))
 
 
+def _number_of(dataset: Any, index: int) -> int:
+    """Return the number of a sample in a dataset, from 0; of a mixture without the pass."""
+    return view_of(dataset).position(index, len(dataset))
+
+
 def reading_of(
-    loader: Any, seed: int, epoch: int, rank: int | None = None, replicas: int | None = None
+    loader: Any,
+    seed: int,
+    epoch: int,
+    orders: list[EpochOrder],
+    rank: int | None = None,
+    replicas: int | None = None,
 ) -> Reading:
     """Return how a rank reads an epoch; by default the loader's."""
-    order, dataset = Order(loader), loader.dataset
-    sampler, samples = order.stateful, None
+    samplers, dataset = Samplers.of(loader), loader.dataset
+    sampler, samples = samplers.stateful, None
     if isinstance(sampler, DistributedSampler):
-        samples = dataset.num_samples if order.mixture is not None else indexed_length(sampler.dataset)
+        samples = dataset.num_samples if samplers.mixture is not None else indexed_length(sampler.dataset)
         if rank is not None or replicas is not None:
             own = sampler.rank if rank is None else rank
             sampler = sampler.at(0, 0, rank=own, replicas=replicas or sampler.num_replicas)
-    view, length = view_of(dataset), len(dataset)
     return Reading(
         epoch,
-        sources_of(dataset),
-        functools.partial(view.position, length=length),
+        functools.partial(sources_of, dataset),
+        functools.partial(_number_of, dataset),
         functools.partial(substitutes, dataset, seed, epoch),
         REPLACEMENTS if loader.on_error == "replace" else 0,
         loader.batch_sampler is not None,
-        getattr(sampler, "column", order.rank if rank is None else rank),
-        replicas or order.replicas or 1,
+        getattr(sampler, "column", samplers.rank if rank is None else rank),
+        replicas or samplers.replicas or 1,
         samples,
+        segments_of(orders),
     )
 
 
-def samples_per_step(loader: Any, replicas: int) -> int:
-    """Return the samples of a step over all ranks. 1 where batches have no fixed size, see `Segment`."""
-    size = 1 if loader.batch_sampler is None else Order(loader).batch_size
-    return size * replicas if isinstance(size, int) else 1
+def orders_at(loader: Any, place: Place) -> list[EpochOrder]:
+    """Return the orders of an epoch that has begun or is resumed, with the one from this place on."""
+    if place.sampler is None:
+        return []
+    orders: list[EpochOrder] = loader.loader_context.history.find(place.epoch)
+    if place.order is None:
+        return orders
+    return continued(orders, place.order, Samplers.of(loader))  # others may go on than those so far
 
 
-def enter(loader: Any, epoch: int, place: Mapping[str, Any]) -> None:
-    """Note how many samples over all ranks a step has from this place of an epoch on."""
-    order = Order(loader)
-    sampler = place["sampler"] or {}
-    known = isinstance(order.stateful, DistributedSampler) and sampler.get("state") and place["batches"]
-    loader.loader_context.exclusions.enter(
-        epoch,
-        place["batches"],
-        samples_per_step(loader, order.replicas or 1),
-        int(sampler["state"]["consumed"]) if known else None,
-    )
-
-
-def filter_of(loader: Any, progress: Progress, seed: int) -> Filter | None:
+def filter_of(loader: Any, position: Position, seed: int) -> Filter | None:
     """Return what is left out of an iteration that begins; None where its samples have no index.
 
     Raises:
         ArgumentError: something is left out, and the samples of this epoch have no index.
     """
-    exclusions, epoch, step = loader.loader_context.exclusions, progress.epoch, progress.batches
-    if not progress.unordered:
-        exclusions.leave(epoch)
-        enter(loader, epoch, progress.place)
-        return Filter(exclusions, reading_of(loader, seed, epoch), step)
-    if exclusions.samples_at(epoch, step) or exclusions.epoch(epoch).skipped:
+    context, epoch = loader.loader_context, position.epoch
+    if not position.unordered:
+        reading = reading_of(loader, seed, epoch, context.history.find(epoch))
+        return Filter(context.exclusions, reading, position.batches)
+    if context.exclusions.samples_at(epoch, position.batches) or context.exclusions.skipped(epoch):
         raise ArgumentError(f"samples are excluded or steps are skipped, which {NEEDS_INDEX}")
     return None

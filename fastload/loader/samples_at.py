@@ -16,10 +16,10 @@ from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.argument_checks import whole_number
-from fastload.loader.history import go_on
-from fastload.loader.order_at import index_batch_at, order_of_streams, ranks_at, record_to_come
-from fastload.loader.resume import enter, reading_of, samples_per_step
-from fastload.order.exclusions import Exclusions, Filter
+from fastload.loader.resume import orders_at, reading_of
+from fastload.order.exclusions import Exclusions, Filter, Samples
+from fastload.order.order import EpochOrder, order_at
+from fastload.order.samplers import Samplers
 from fastload.workers.sample_threads import GeneratorStates
 
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
         replaces: row -> the excluded sample in whose place another one stands.
         seed: of the samples' randomness; None: it is drawn when the epoch begins.
         epoch: the loader's count.
-        per_step: samples of a step over all ranks, where it is one of another number of ranks; else None.
+        excluded: the samples that were excluded then, as ranges.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Step(NamedTuple):
     replaces: Mapping[int, Any]
     seed: int | None
     epoch: int
-    per_step: int | None
+    excluded: Samples
 
 
 def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world_size: int | None) -> Step:
@@ -77,31 +77,32 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         ArgumentError: an argument is wrong, or that step cannot be known.
     """
     step, epoch, rank, world_size = _checked(loader, step, epoch, rank, world_size)
-    context = loader.loader_context
-    running, begun = context.position.running(loader)
+    context, samplers = loader.loader_context, Samplers.of(loader)
+    place = context.position.place(loader)
+    running, begun = place.epoch, place.sampler is not None
     epoch = running if epoch is None else epoch
-    record = context.history.find(epoch) if epoch < running or begun else None
-    if record is None and epoch < running:
+    orders = orders_at(loader, place) if epoch == running else context.history.find(epoch)
+    if epoch > running:
+        orders = []
+    if not orders and epoch < running:
         raise ArgumentError(
             f"nothing is known of epoch {epoch}: this loader, or the state that it loaded, was made later"
         )
-    if record is None:
+    if not orders:
         if context.position.reads_streams(loader):
-            raise ArgumentError(order_of_streams(f"epoch {epoch} will be read, as far as is known now,"))
-        coming = running + begun
-        last, repeats = context.history.last(), context.history.repeats()
-        record = record_to_come(loader, epoch, coming, last, repeats=repeats)
-    if begun and epoch == running and not record["streamed"]:  # other ranks may go on than those so far
-        place = context.position.place(loader)[1]
-        go_on(loader, record, place)
-        enter(loader, epoch, place)
-    index = index_batch_at(loader, record, step, rank, world_size)
-    seed = loader.seed if loader.seed is not None else record["base_seed"]
-    per_step = None if world_size is None else samples_per_step(loader, world_size)
-    reading = reading_of(loader, seed or 0, epoch, rank, world_size or ranks_at(record, step))
+            raise ArgumentError(_order_of_streams(f"epoch {epoch} will be read, as far as is known now,"))
+        persistent = loader.persistent_workers and loader.num_workers > 0
+        orders = [context.history.coming(samplers, epoch, running + begun, persistent=persistent)]
+    if orders[0].streamed:
+        raise ArgumentError(_order_of_streams(f"epoch {epoch} was read"))
+    order = order_at(orders, samplers, step, rank, world_size)
+    index = _index_at(loader, samplers, order, step, rank, world_size)
+    seed = loader.seed if loader.seed is not None else order.base_seed
+    per_step = None if world_size is None else samplers.per_step(world_size)
+    reading = reading_of(loader, seed or 0, epoch, orders, rank, world_size or order.replicas)
     chosen = Filter(context.exclusions, reading, step, per_step)
     if not chosen:
-        return Step(step, index, {}, seed, epoch, per_step)
+        return Step(step, index, {}, seed, epoch, chosen.samples)
     if seed is None:
         raise ArgumentError(
             f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
@@ -109,9 +110,39 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         )
     edited = chosen(step, index)
     if edited is None:
-        return Step(step, None, {}, seed, epoch, per_step)
+        return Step(step, None, {}, seed, epoch, chosen.samples)
     replaces = {row: before for row, (_, before) in edited.replaced.items()}
-    return Step(step, edited.index, replaces, seed, epoch, per_step)
+    return Step(step, edited.index, replaces, seed, epoch, chosen.samples)
+
+
+def _index_at(
+    loader: Any, samplers: Samplers, order: EpochOrder, step: int, rank: int | None, world_size: int | None
+) -> Any:
+    """Return the index batch of a step; a bare index where the loader has batch_size=None."""
+    states, mixed = GeneratorStates(), samplers.mixture is not None
+    reader = loader.dataset.reader if mixed else None
+    try:
+        with samplers.drawing():
+            index = order.batch_at(samplers, loader.dataset, step, rank, world_size)
+        drew = states.changed()
+    finally:
+        states.restore()
+        if mixed:
+            loader.dataset.reader = reader
+    if drew:
+        raise ArgumentError(
+            f"{samplers.names} draws from the process-wide generators, so its order cannot be made again: "
+            "give it a generator or a seed of its own"
+        )
+    return index
+
+
+def _order_of_streams(read: str) -> str:
+    """Return the sentence that refuses to name a sample of an epoch which is `read` as streams."""
+    return (
+        f"{read} as streams, whose order is not known before: index the shards with `fastload index`, and "
+        "later epochs are known by step"
+    )
 
 
 def samples_at(loader: Any, found: Step) -> list[SampleAt]:
@@ -175,8 +206,7 @@ def batch_at(loader: Any, found: Step) -> Any:
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
-    excluded = loader.loader_context.exclusions.samples_at(found.epoch, found.number, found.per_step)
-    again.loader_context.exclusions = Exclusions(excluded)
+    again.loader_context.exclusions = Exclusions(found.excluded)
     states = GeneratorStates()
     try:
         with _as_in(loader, found):

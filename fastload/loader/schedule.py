@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fastload.loader.stream_epoch import StreamEpoch
-from fastload.order.order import Order
+from fastload.order.samplers import Samplers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
@@ -157,4 +157,4 @@ def _remove(lanes: deque[int], ended: int) -> None:
 
 def index_batches_ahead(loader: Any, least: int, samples: int = _READ_AHEAD) -> int:
     """How many index batches are announced in advance, so that these samples are, or more."""
-    return max(least, -(-samples // (Order(loader).batch_size or 1)))
+    return max(least, -(-samples // (Samplers.of(loader).batch_size or 1)))

@@ -13,10 +13,11 @@ from torch.utils.data.graph_settings import apply_sharding
 from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
+from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe, stage
+from fastload.order.position import Position
 from fastload.workers.inline import ThisProcess, allocator
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.processes import WorkerProcesses
@@ -84,23 +85,23 @@ def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int,
         threads=loader.threads,
         batch_size=loader.batch_size or 1,
         memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
-        positions=context.position.worker_positions(),
+        positions=context.position.start.workers,
     )
 
 
 def new_schedule(
-    loader: Any, context: LoaderContext, progress: Progress, indices: Iterator[Any], workers: int
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: int
 ) -> Schedule:
     """The schedule of one epoch.
 
     Args:
-        progress: of that epoch.
+        position: of that epoch.
         indices: of its batches, from the sampler.
         workers: the number that it begins with; 0: this process alone.
     """
     inline = not loader.num_workers
-    if progress.streams is not None:  # each reads ahead by itself, so what is announced need not be more
-        return StreamSchedule(progress.streams, ahead=1 if inline else loader.prefetch_factor)
+    if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
+        return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
     ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
     if view_of(loader.dataset).reads_ahead:
         ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
@@ -109,7 +110,7 @@ def new_schedule(
     return IndexSchedule(
         indices,
         workers=1 if inline else workers,
-        first=progress.next_worker,
+        first=position.next_worker,
         ahead=ahead,
         in_order=loader.in_order,
     )
@@ -190,7 +191,7 @@ class Delivery:
 
 
 def follow_exclusions(
-    progress: Progress, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+    position: Position, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
 ) -> None:
     """Edit once more what was given out and was not handed out, where more or less is left out now.
 
@@ -198,14 +199,14 @@ def follow_exclusions(
         first: sequence number of the first work of this epoch.
         outdated: gets the work that may be made as it was before.
     """
-    older = progress.filter
+    older = position.filter
     if older is None or not older.changed:
         return
-    before, newer = older.withheld, older.newer(progress.batches)
+    before, newer = older.withheld, older.newer(position.batches)
     if newer.withheld != before:
         workers.leave_out(newer.withheld)
     for seq in reorder.expected():
-        given = progress.given_out(seq - first)
+        given = position.given_out(seq - first)
         if given is None:
             continue
         edited = newer(given.step, given.index)
@@ -217,5 +218,5 @@ def follow_exclusions(
             outdated.add(seq)
         elif edited is None:
             reorder.forget(seq)
-        progress.edit(seq - first, edited)
-    progress.filter = newer  # last: after Ctrl-C all of this is done again
+        position.edit(seq - first, edited)
+    position.filter = newer  # last: after Ctrl-C all of this is done again

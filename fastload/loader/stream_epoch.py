@@ -3,7 +3,7 @@
     trainer                                              worker, or the trainer itself
     StreamEpoch.work(stream) ── TakeNext(stream, n) ──▶  StreamReader.take: ids of the next n samples
                                                          BatchMaker(ids): as for any other batch
-    StreamEpoch.handed_out  ◀── batch, state after it ──
+    StreamEpoch.delivered   ◀── batch, state after it ──
          │ equal steps on all ranks: Ranks
 
 An epoch has as many streams as there are workers at its start, and their batches are handed out in turn. A
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from fastload.datasets.protocols import StreamDataset
@@ -23,13 +22,14 @@ from fastload.datasets.wrappers import view_of
 from fastload.distributed.agreement import Ranks, can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.order.sampler import ShardSampler, indexed_length
+from fastload.order.state import State, StreamState
 from fastload.workers.sources import TakeNext
 
 _Plan = list[dict[str, Any]]
 _ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins
 
 
-class Streams:
+class StreamAgreement:
     """How a loader's epochs are read: as streams, until all ranks have indexed the dataset."""
 
     def __init__(self) -> None:
@@ -43,23 +43,23 @@ class Streams:
             return False
         return dataset.must_stream()
 
-    def begin(self, loader: Any, again: Mapping[str, Any] | None) -> StreamEpoch | None:
+    def begin(self, loader: Any, resumed: State | None) -> StreamEpoch | None:
         """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.
 
         Args:
             loader: with its sampler already in that epoch.
-            again: the loader's state, if that epoch is resumed.
+            resumed: the loader's state, if that epoch is resumed.
 
         Raises:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
         sampler, dataset = loader.sampler, view_of(loader.dataset).streams()
-        saved = None if again is None else again.get("streams")
+        saved = None if resumed is None else resumed.streams
         if dataset is not None and not isinstance(sampler, ShardSampler):
             indexed_length(dataset)  # its `len()` may be a hint, by which torch's samplers give indices
         if dataset is None or not isinstance(sampler, ShardSampler) or (self._indexed and saved is None):
             return None
-        count = saved["count"] if saved is not None else max(1, loader.num_workers)
+        count = saved.count if saved is not None else max(1, loader.num_workers)
         if sampler.num_replicas == 1:
             streamed = saved is not None or dataset.must_stream()
             plan = _plan(dataset, sampler, count) if streamed and saved is None else []
@@ -68,11 +68,11 @@ class Streams:
         if not streamed:
             self._indexed = True
             return None
-        sampler.check_streamable(over=again is not None and saved is None and again["sampler"]["over"])
+        sampler.check_streamable(over=resumed is not None and saved is None and resumed.sampler.over)
         return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
 
     def _agree(
-        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
+        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: StreamState | None
     ) -> tuple[bool, _Plan]:
         """(whether to stream, this rank's streams): the same answer on all ranks, and disjoint streams."""
         for _ in range(_ATTEMPTS):
@@ -95,7 +95,7 @@ class Streams:
         raise WorkerError("the ranks do not agree on the streams of this epoch", stage="ranks")
 
     def _compare(
-        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
+        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: StreamState | None
     ) -> int | None:
         """Share the indexes of all ranks. Returns how many streams a rank has; None: no streams."""
         must = saved is not None or dataset.must_stream()
@@ -111,7 +111,7 @@ class Streams:
             "mode": sampler.mode,
             "resumed": saved is not None,
             # In mode "eval" some ranks have more batches than others.
-            "batches": saved["batches"] if saved is not None and sampler.mode == "train" else 0,
+            "batches": saved.batches if saved is not None and sampler.mode == "train" else 0,
         }
         summaries = self._ranks.begin_epoch(alike | {"must": must, "count": count, "known": sorted(tables)})
         for rank, summary in enumerate(summaries):
@@ -179,7 +179,7 @@ class StreamEpoch:
         size: int,
         plan: _Plan,
         ranks: Ranks | None,
-        saved: Mapping[str, Any] | None = None,
+        saved: StreamState | None = None,
     ) -> None:
         self._dataset = dataset
         self._sampler = sampler
@@ -194,10 +194,10 @@ class StreamEpoch:
             self._first, self._count = plan, len(plan)
             self._put(list(enumerate(plan)))
             return
-        self.batches, self.lap = saved["batches"], saved["lap"]
-        self._source, self._in_lap, self._empty = saved["source"], saved["in_lap"], saved["empty"]
-        self._first, self._count = saved["first"], saved["count"]
-        self._put(saved["streams"])
+        self.batches, self.lap = saved.batches, saved.lap
+        self._source, self._in_lap, self._empty = saved.source, saved.in_lap, saved.empty
+        self._first, self._count = saved.first, saved.count
+        self._put(saved.streams)
         if self._ranks is not None and self.lap:
             self._ranks.publish_total(self.batches)  # or fewer: nobody asks about those any more
 
@@ -245,8 +245,8 @@ class StreamEpoch:
             plan = _plan(self._dataset, self._sampler, self._count, self._source)
         self._put(list(enumerate(plan)))
 
-    def handed_out(self, stream: int, state: dict[str, Any] | None) -> None:
-        """A batch of a stream reached the user, or an error in its place (state None: the stream's own)."""
+    def delivered(self, stream: int, state: dict[str, Any] | None) -> None:
+        """Note that a batch of a stream reached the user, or an error in its place (`state` is None)."""
         self.batches += 1
         self._in_lap += 1
         if state is not None:
@@ -262,23 +262,23 @@ class StreamEpoch:
         """A stream is over."""
         self.live.remove(stream)
 
-    def state(self) -> dict[str, Any]:
-        """The positions of all streams after the last returned batch. JSON."""
-        return {
-            "rank": self._sampler.rank,
-            "ranks": self._sampler.num_replicas,
-            "count": self._count,
-            "batches": self.batches,
-            "lap": self.lap,
-            "source": self._source,
-            "in_lap": self._in_lap,
-            "empty": self._empty,
-            "first": self._first if self._ranks is not None else [],
-            "streams": [[stream, self._states[stream]] for stream in self.live],
-        }
+    def state(self) -> StreamState:
+        """Return the positions of all streams after the last delivered batch."""
+        return StreamState(
+            rank=self._sampler.rank,
+            ranks=self._sampler.num_replicas,
+            count=self._count,
+            batches=self.batches,
+            lap=self.lap,
+            source=self._source,
+            in_lap=self._in_lap,
+            empty=self._empty,
+            first=self._first if self._ranks is not None else [],
+            streams=[(stream, self._states[stream]) for stream in self.live],
+        )
 
 
-def check_streams(loader: Any, saved: Mapping[str, Any] | None) -> None:
+def check_streams(loader: Any, saved: StreamState | None) -> None:
     """Raise ArgumentError unless `loader` can take up these streams."""
     if saved is None:
         return
@@ -288,10 +288,11 @@ def check_streams(loader: Any, saved: Mapping[str, Any] | None) -> None:
             "state_dict was saved in the middle of an epoch that was read as streams: resume with the same "
             "dataset and with the loader's own sampler or a fastload.ShardSampler"
         )
-    for name, own in (("ranks", sampler.num_replicas), ("rank", sampler.rank)):
-        if saved[name] != own:
+    own = {"ranks": sampler.num_replicas, "rank": sampler.rank}
+    for name, value in own.items():
+        if getattr(saved, name) != value:
             raise ArgumentError(
-                f"state_dict was saved with {name} {saved[name]!r} in the middle of an epoch that was read "
-                f"as streams, this sampler has {own!r}: let each rank load the state that it saved, "
-                "with the same number of ranks, or resume from a state at the end of an epoch"
+                f"state_dict was saved with {name} {getattr(saved, name)!r} in the middle of an epoch "
+                f"that was read as streams, this sampler has {value!r}: let each rank load the state that it "
+                "saved, with the same number of ranks, or resume from a state at the end of an epoch"
             )

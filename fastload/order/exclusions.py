@@ -20,7 +20,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
@@ -35,17 +35,18 @@ class Reading(NamedTuple):
 
     Attributes:
         epoch: the loader's count.
-        sources: source of a mixture, else "" -> its number of samples, in the order of their indices.
+        sources: gives source of a mixture, else "" -> its number of samples, in the order of their indices.
         number: index -> its number in the dataset, from 0; of a mixture without the pass.
         substitutes: (index, excluded numbers) -> the samples that may stand in its place.
         choices: of these, how many a worker may try where the sample is bad.
         auto_collation: an index batch is a list of indices.
         column, ranks: this rank reads the samples `column`, `column + ranks`, ... of each segment.
         samples: of the epoch, over all ranks; None where the sampler does not say.
+        segments: of the epoch.
     """
 
     epoch: int
-    sources: Mapping[str, int]
+    sources: Callable[[], Mapping[str, int]]
     number: Callable[[int], int]
     substitutes: Callable[[Any, Container[int]], Iterator[int]]
     choices: int = 0
@@ -53,6 +54,7 @@ class Reading(NamedTuple):
     column: int = 0
     ranks: int = 1
     samples: int | None = None
+    segments: Sequence[Segment] = ()
 
 
 class Edited(NamedTuple):
@@ -67,8 +69,7 @@ class Edited(NamedTuple):
     replaced: dict[int, tuple[int, Any]]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A part of an epoch, until the number of ranks or the batch size changes.
 
     Attributes:
@@ -97,21 +98,20 @@ class _Exclusion:
     samples: Samples
 
 
-@dataclass
-class _Epoch:
-    """The segments of an epoch, and the ranges of its samples that are skipped."""
+@dataclass(frozen=True)
+class _Skips:
+    """The ranges of an epoch's samples that are skipped."""
 
     epoch: int
-    segments: list[Segment] = field(default_factory=list)
-    skipped: list[Range] = field(default_factory=list)
+    samples: list[Range]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Saved:
     """Exclusions in a state."""
 
     excluded: list[_Exclusion]
-    epochs: list[_Epoch]
+    skipped: list[_Skips]
 
 
 class Filter:
@@ -122,6 +122,9 @@ class Filter:
         reading: of the epoch.
         step: of the epoch.
         per_step: the step is one of other ranks: the whole epoch is read with so many samples a step.
+
+    Attributes:
+        samples: that are excluded, as ranges.
     """
 
     def __init__(
@@ -130,13 +133,17 @@ class Filter:
         self._exclusions = exclusions
         self._version = exclusions.version
         self._reading = reading
-        self._samples = exclusions.samples_at(reading.epoch, step, per_step)
-        epoch = exclusions.epoch(reading.epoch)
-        self._segments = epoch.segments if per_step is None else [Segment(0, 0, per_step)]
-        self._skipped = list(epoch.skipped)
+        self._segments = reading.segments
+        if per_step is not None:
+            sample, whole = step * per_step, Segment(0, 0, per_step)
+            own = next((one for one in reversed(self._segments) if one.sample <= sample), whole)
+            step = own.step + (sample - own.sample) // own.per_step
+            self._segments = [whole]
+        self.samples = exclusions.samples_at(reading.epoch, step)
+        self._skipped = list(exclusions.skipped(reading.epoch))
 
     def __bool__(self) -> bool:
-        return bool(self._samples or self._skipped)
+        return bool(self.samples or self._skipped)
 
     def __call__(self, step: int, index: Any) -> Edited | None:
         """Return the index batch of a step, a substitute for each excluded sample; None: it is skipped.
@@ -168,8 +175,8 @@ class Filter:
     def excluded(self) -> frozenset[int]:
         """The excluded samples, by their numbers in the dataset."""
         numbers: set[int] = set()
-        for source, first, length in _positions(self._reading.sources):
-            ranges = self._samples.get(source, [])  # a state may have any numbers
+        for source, first, length in _positions(self._reading.sources()):
+            ranges = self.samples.get(source, [])  # a state may have any numbers
             inside = {at for start, end in ranges for at in range(max(0, start), min(end, length))}
             if inside and len(inside) == length:
                 raise ArgumentError(
@@ -231,22 +238,14 @@ class Exclusions:
     def __init__(self, samples: Samples | None = None) -> None:
         self.version = 0
         self._exclusions = [_Exclusion(0, 0, [], samples)] if samples else []
-        self._epochs: dict[int, _Epoch] = {}
+        self._skipped: dict[int, list[Range]] = {}
 
-    def epoch(self, epoch: int) -> _Epoch:
-        """Return what is known of an epoch."""
-        return self._epochs.get(epoch, _Epoch(epoch))
+    def skipped(self, epoch: int) -> list[Range]:
+        """Return the ranges of an epoch's samples that are skipped."""
+        return self._skipped.get(epoch, [])
 
-    def samples_at(self, epoch: int, step: int, per_step: int | None = None) -> Samples:
-        """Return the excluded samples, as they hold or held for a step of an epoch.
-
-        Args:
-            per_step: as for `Filter`.
-        """
-        if per_step is not None:
-            segments, sample = self.epoch(epoch).segments, step * per_step
-            own = next((one for one in reversed(segments) if one.sample <= sample), Segment(0, 0, per_step))
-            step = own.step + (sample - own.sample) // own.per_step
+    def samples_at(self, epoch: int, step: int) -> Samples:
+        """Return the excluded samples, as they hold or held for a step of an epoch."""
         excluded: Samples = {}
         for one in self._exclusions:
             if (one.epoch, one.step) <= (epoch, step) and not (one.epoch == epoch and step in one.ahead):
@@ -260,7 +259,7 @@ class Exclusions:
         """Leave samples out from a step on.
 
         Args:
-            sources: as for `Reading`.
+            sources: as `Reading.sources` gives them.
             numbers: of the samples in the dataset.
             ahead: later steps that were delivered already.
 
@@ -284,52 +283,19 @@ class Exclusions:
             self._exclusions.append(_Exclusion(epoch, step, list(ahead), samples))
             self.version += 1
 
-    def steps(self, epoch: int, steps: int | None) -> int | None:
-        """Return how many steps an entered epoch has, where it has `steps` if it is read from its start."""
-        segments = self._epochs[epoch].segments
-        return steps if segments[0].step == 0 and len(segments) == 1 else None
-
-    def skip(self, epoch: int, steps: Iterable[int]) -> None:
-        """Leave out steps of an epoch that was entered with `enter`."""
-        entered = self._epochs[epoch]
-        last = entered.segments[-1]
-        starts = map(last.start, steps)
-        entered.skipped = _merged([*entered.skipped, *((start, start + last.per_step) for start in starts)])
+    def skip(self, epoch: int, segment: Segment, steps: Iterable[int]) -> None:
+        """Leave out steps of an epoch, in the segment in which they will be read."""
+        starts = map(segment.start, steps)
+        added = [(start, start + segment.per_step) for start in starts]
+        self._skipped[epoch] = _merged([*self.skipped(epoch), *added])
         self.version += 1
-
-    def enter(self, epoch: int, step: int, per_step: int, sample: int | None) -> None:
-        """Read an epoch with so many samples a step from this step on. A repeated call changes nothing.
-
-        Args:
-            sample: the first of these, if the sampler knows; else it is computed.
-        """
-        segments = self._epochs.setdefault(epoch, _Epoch(epoch)).segments
-        if segments and segments[-1].per_step == per_step:
-            return
-        first = step * per_step if sample is None else sample
-        if segments:
-            first = segments[-1].start(step)
-        if segments and segments[-1].step == step:
-            segments.pop()
-        segments.append(Segment(step, first, per_step))
-        self.version += 1
-
-    def leave(self, epoch: int) -> None:
-        """Forget the segments of epochs before this one, but for those that something refers to."""
-        kept = self._epochs_in_use()
-        self._epochs = {one: known for one, known in self._epochs.items() if one >= epoch or one in kept}
-
-    def _epochs_in_use(self) -> set[int]:
-        skipping = {epoch for epoch, known in self._epochs.items() if known.skipped}
-        return skipping | {one.epoch for one in self._exclusions}
 
     def state(self) -> dict[str, Any]:
         """Return all of it as JSON; {}: nothing is left out."""
-        used = self._epochs_in_use()
-        if not used:
+        if not self._exclusions and not self._skipped:
             return {}
-        epochs = [known for epoch, known in sorted(self._epochs.items()) if epoch in used]
-        saved: dict[str, Any] = plain(_Saved(self._exclusions, epochs))
+        skipped = [_Skips(epoch, ranges) for epoch, ranges in sorted(self._skipped.items())]
+        saved: dict[str, Any] = plain(_Saved(self._exclusions, skipped))
         return saved
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -348,7 +314,7 @@ class Exclusions:
                 "state_dict() returned it"
             ) from error
         before = self._excluded()
-        self._exclusions, self._epochs = saved.excluded, {one.epoch: one for one in saved.epochs}
+        self._exclusions, self._skipped = saved.excluded, {one.epoch: one.samples for one in saved.skipped}
         self.version += 1
         now = self.samples_at(1 << 64, 0)
         lost = [at for source, at in before if not _holds(now.get(source, []), at)]

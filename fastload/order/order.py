@@ -1,283 +1,251 @@
-"""What the order of a loader's samples comes from: its samplers, and the generators they draw from."""
+"""The order of an epoch: what it is made from, as a few numbers, and how it is made again from them.
+
+An order is never kept. To resume is to make it again from where it stood, `samples_at` makes it with copies
+of the samplers, the history of a run is a list of orders, and a replay makes one from a state.
+"""
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import copy
-import re
-import warnings
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+import torch.utils.data
+from torch.utils.data import BatchSampler
 
 from fastload.errors import ArgumentError
-from fastload.formats.sample import dump
-from fastload.metrics.torch_private import default_device
+from fastload.order.exclusions import Segment
 from fastload.order.mixture_sampler import MixtureSampler
-from fastload.order.sampler import DistributedSampler, ShardSampler
+from fastload.order.sampler import DistributedSampler
+from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
-
-
-def is_stateful(thing: object) -> bool:
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+_END = object()
 
 
-class Order:
-    """What the order of a loader's samples comes from: its samplers, and the generators they draw from.
+@dataclass(frozen=True)
+class Dealt:
+    """Where a `DistributedSampler` stood: the samples that all ranks had read, and how its order is dealt."""
+
+    consumed: int
+    nodes: int
+    exchange: float
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The order of an epoch from one of its steps on, on all ranks.
 
     Attributes:
-        kind: the names of the samplers' classes.
-        batch_size: samples of a batch that is full; None where a sampler of the user's own gives batches
-            without saying it, and where single samples are handed out.
-        stateful: the sampler with `state_dict` and `load_state_dict`, if there is one.
-        followed: after each batch its state is that of the position. torch's BatchSampler takes no more from
-            its sampler than it gives out. One of the user's own may, so there the state is used as it was
-            when the epoch began, and the batches are passed over.
-        mixture: `stateful`, if it is the sampler of a mixture.
-        foreign: made by code that is neither torch's nor fastload's, and not followed.
-        checked: not a function of a length, a seed and a position alone, and not followed: whoever resumes it
-            compares what was handed out (see `check_of`).
-        seeded: torch's samplers draw it from the loader's `seed`, a new order for each epoch.
+        epoch: the loader's count.
+        step: the first step. An epoch that goes on with other ranks, another batch size or other sources of a
+            mixture has one more order from there on.
+        batch_size, replicas: of these steps.
+        per_step: samples of a step over all ranks. 1 where batches have no fixed size.
+        sampler: where it stood at `step`, if its state is tracked; else when the epoch began.
+        dealt: the same for a `DistributedSampler`.
+        base_seed: of the samples' randomness, where the loader has no seed of its own; None: not known.
+        origin, generators: what it is drawn from; None until its first index is drawn.
+        changes: of the weights of a mixture, after `step`: (samples drawn before, weights).
+        check: of an order that has to be compared: how many batches were drawn, and the sum over them.
+        streamed: no sampler says what is read.
+        forgotten: the states that it is made from were kilobytes, and were dropped.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        inner = getattr(self.index_sampler, "sampler", None)
-        self._parts = parts = [part for part in (self.index_sampler, inner) if part is not None]
-        self.kind = [type(part).__qualname__ for part in parts]
-        self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.stateful = next((part for part in parts if is_stateful(part)), None)
-        self.followed = self.stateful is not None and (
-            self.stateful is self.index_sampler
-            or getattr(type(self.index_sampler), "__iter__", None) is BatchSampler.__iter__
-        )
-        self.mixture = self.stateful if isinstance(self.stateful, MixtureSampler) else None
-        homes = {type(part).__module__ for part in parts}
-        self.foreign = not self.followed and not all(
-            home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
-        )
-        known = (BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
-        ours = (DistributedSampler, ShardSampler, MixtureSampler)
-        self.checked = not self.followed and not all(type(part) in known + ours for part in parts)
-        self._seed: int | None = loader.seed
-        self.seeded = self._seed is not None and self._drawing_globally() is not None
-        self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
-        dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
-        self.replicas = getattr(dealing, "num_replicas", None)
-        self.rank = getattr(dealing, "rank", 0)
-        self._generators: dict[str, torch.Generator] = {}
-        for name, owner in [("loader", loader), ("batch_sampler", self.index_sampler), ("sampler", inner)]:
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in self._generators.values():
-                self._generators[name] = generator
-        # A sampler of the user's own may mean the default device that it draws on.
-        self._on_host = all(home.startswith(("torch.utils.data", "fastload")) for home in homes)
-        self._loaders_generator = loader.generator
+    epoch: int
+    step: int
+    batch_size: Any
+    replicas: Any
+    per_step: int
+    sampler: SamplerState
+    dealt: Dealt | None = None
+    base_seed: int | None = None
+    origin: Origin | None = None
+    generators: dict[str, str] | None = None
+    changes: list[tuple[int, list[int]]] = field(default_factory=list)
+    check: tuple[int, int | None] | None = None
+    streamed: bool = False
+    forgotten: bool = False
 
-    # --- epochs and states of samplers
+    @classmethod
+    def begun(
+        cls, samplers: Samplers, epoch: int, step: int, sampler: SamplerState, **others: Any
+    ) -> EpochOrder:
+        """Return the order of an epoch that these samplers read from a step on."""
+        dealt, state = None, sampler.state
+        if isinstance(samplers.stateful, DistributedSampler) and samplers.mixture is None:
+            dealt = Dealt(state["consumed"], state["nodes"], state["exchange"])
+            sampler = replace(sampler, epoch=state["epoch"], state=None)
+        size, replicas = samplers.batch_size, samplers.replicas
+        return cls(epoch, step, size, replicas, samplers.per_step(), sampler, dealt, **others)
 
-    def start_epoch(self) -> None:
-        self.give_back()
-        if isinstance(self.stateful, DistributedSampler):
-            self.stateful.start_epoch()
-
-    def handed_out(self, sampler: Mapping[str, Any]) -> None:
-        """This is the sampler's state after the prefix of the order that was handed out."""
-        if self.followed and self.mixture is not None:
-            self.mixture.handed_out(sampler["state"])
-
-    def give_back(self) -> bool:
-        """What was drawn and not handed out is drawn again, by the one sampler that does so."""
-        if self.mixture is not None:
-            self.mixture.give_back()
-        return self.followed and self.mixture is not None
-
-    def with_changes(self, sampler: Mapping[str, Any]) -> dict[str, Any]:
-        """An earlier state of the sampler, with what was decided since about the samples after it."""
-        if self.mixture is None:
-            return dict(sampler)
-        return dict(sampler) | {"state": self.mixture.with_changes(sampler["state"])}
-
-    @property
-    def epoch(self) -> int | None:
-        epoch = getattr(self._with_epoch, "epoch", None)
-        return epoch if isinstance(epoch, int) else None
-
-    def sampler_state(self) -> dict[str, Any]:
-        state = copy.deepcopy(self.stateful.state_dict()) if self.stateful is not None else None
-        return {"epoch": self.epoch, "state": state, "over": False}
-
-    def load_sampler_state(self, saved: Mapping[str, Any]) -> None:
-        elsewhere = self._with_epoch is not None and not isinstance(self._with_epoch, DistributedSampler)
-        if elsewhere and saved["epoch"] is not None:
-            self._with_epoch.set_epoch(saved["epoch"])
-        if self.stateful is not None:
-            self.stateful.load_state_dict(copy.deepcopy(saved["state"]))
-
-    def is_cut_off(self, index: Any) -> bool:
-        """True for a last batch that is not full: its sampler has ended, and stands before the next epoch."""
-        inner = self.stateful is not None and self.stateful is not self.index_sampler
-        return self.followed and inner and len(index) < self.index_sampler.batch_size
-
-    # --- random numbers
-
-    def seeding(self) -> AbstractContextManager[Any]:
-        """Around the code of torch that draws the base seed, and calls `iter` of the sampler."""
-        return _on_device_of(self._loaders_generator) if self._on_host else nullcontext()
-
-    def drawing(self) -> AbstractContextManager[Any]:
-        """Around what the samplers draw."""
-        inner = getattr(self.index_sampler, "sampler", None)
-        return _on_device_of(getattr(inner, "generator", None)) if self._on_host else nullcontext()
-
-    def generators(self) -> dict[str, str]:
-        """The states of the generators that were given to the loader and its samplers."""
-        return {name: read_generator(generator) for name, generator in self._generators.items()}
-
-    def write_generators(self, states: Mapping[str, Any]) -> None:
-        for name, generator in self._generators.items():
-            write_generator(generator, states[name])
-
-    def generators_again(self, states: Mapping[str, str]) -> list[torch.Generator | None]:
-        """Of each sampler, the outer one first: a generator of its own that stands at its state, if any."""
-        again = {name: torch.Generator() for name in states}
-        for name, state in states.items():
-            write_generator(again[name], state)
-        names = {id(generator): name for name, generator in self._generators.items()}
-        return [again.get(names.get(id(getattr(part, "generator", None)), "")) for part in self._parts]
-
-    def draw_base_seed(self) -> None:
-        """Draw what torch's iterator draws as the base seed, where the loader was given a generator."""
-        if self._loaders_generator is not None:
-            draw_seed(self._loaders_generator)
-
-    def origin(self, epoch: int, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
-        """What the order of an epoch of the loader is made from, if it begins now; asking draws nothing.
+    def batches(
+        self,
+        samplers: Samplers,
+        step: int,
+        *,
+        made: Iterator[Any] | None = None,
+        seeded_late: bool = False,
+    ) -> Iterator[Any]:
+        """Return the index batches from a step on: the samplers draw their order once more.
 
         Args:
-            drawing: torch's generator, or one that stands where that one will stand.
+            samplers: of the loader, or copies (see `copies`).
+            made: torch's iterator over the samplers of the loader. One of the user's own may draw in `iter`,
+                and does so not once more than in the run that was saved.
+            seeded_late: that run drew its base seed after `iter(sampler)`.
 
-        Returns:
-            "seed": of the generator that a sampler of torch draws all its indices from. It comes from the
-            loader's `seed` and the epoch, as the order of a `DistributedSampler` does, or is the one number
-            that torch's RandomSampler draws; "torch": the state of torch's generator, where another sampler
-            of torch draws from that. Both None: the order comes from elsewhere.
+        Raises:
+            ArgumentError: a sampler gives another order than before.
         """
-        if self.seeded:
-            assert self._seed is not None
-            return {"seed": (self._seed + epoch) % (1 << 64), "torch": None}
-        return self.drawn_origin(drawing)
+        if self.generators is not None:
+            samplers.write_generators(self.generators)
+        if not isinstance(samplers.stateful, DistributedSampler):
+            samplers.load(self.sampler)
+        index_sampler = samplers.from_origin(self.origin)
+        if type(index_sampler) is BatchSampler and index_sampler.batch_size != self.batch_size:
+            index_sampler = BatchSampler(index_sampler.sampler, self.batch_size, index_sampler.drop_last)
+        if made is None or not (samplers.user_defined and samplers.stateful is None and not self.generators):
+            made = iter(() if self.sampler.over else index_sampler)
+            if samplers.user_defined and seeded_late:
+                samplers.draw_base_seed()
+        with samplers.drawing():
+            self._pass_over(samplers, made, step)
+        return made
 
-    def drawn_origin(self, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
-        """As `origin`, of what the samplers themselves draw, whatever the loader's `seed` is."""
-        sampler = self._drawing_globally()
-        seed = state = None
-        if isinstance(sampler, RandomSampler):
-            seed = draw_seed(drawing.clone_state())
-        elif sampler is not None:
-            state = read_generator(drawing)
-        return {"seed": seed, "torch": state}
-
-    def begin(self, made: Iterator[Any], origin: Mapping[str, Any]) -> Iterator[Any]:
-        """The order of an epoch, of which nothing was drawn yet.
-
-        Args:
-            made: torch's iterator over the sampler.
-            origin: as it was settled for this epoch. Torch's generator may have moved since.
-        """
-        if origin == self.drawn_origin():
-            return made
-        if not self.seeded:
-            next(made, None)  # so that torch's generator stands where it does without a settled origin
-        return iter(self.from_origin(origin))
-
-    def from_origin(self, origin: Mapping[str, Any]) -> Any:
-        """The index sampler, such that iterating over it gives the order of that epoch once more."""
-        sampler = self._drawing_globally()
-        if sampler is None:
-            return self.index_sampler
-        again = copy.copy(sampler)
-        again.generator = torch.Generator()
-        if origin["seed"] is not None:
-            again.generator.manual_seed(origin["seed"])
+    def _pass_over(self, samplers: Samplers, made: Iterator[Any], step: int) -> None:
+        count = 0 if self.streamed else step - self.step if samplers.tracks_state else step
+        passed = itertools.islice(made, count)
+        if samplers.checked and self.check is not None and self.check[0] == count:
+            _compare(samplers, check_of(passed), self.check[1])
         else:
-            write_generator(again.generator, origin["torch"])
-        if sampler is self.index_sampler:
-            return again
-        batches = copy.copy(self.index_sampler)
-        batches.sampler = again
-        return batches
+            deque(passed, maxlen=0)
 
-    def _drawing_globally(self) -> Any:
-        """A sampler of torch that draws from torch's own generator with its first index; else None."""
-        kinds = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-        sampler = self.index_sampler
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
-        return sampler if type(sampler) in kinds and sampler.generator is None else None
+    def batch_at(
+        self, samplers: Samplers, dataset: Any, step: int, rank: int | None, replicas: int | None
+    ) -> Any:
+        """Return the index batch of a step, drawn by copies of the samplers.
+
+        Args:
+            samplers, dataset: of the loader.
+            rank, replicas: None: those of the run. With them, the whole epoch is dealt to that many ranks.
+
+        Raises:
+            ArgumentError: the epoch has no such step, or its order cannot be made again.
+        """
+        if self.forgotten:
+            raise ArgumentError(
+                f"the order of epoch {self.epoch} was drawn from a generator or sampler whose state is kept "
+                "for the last two epochs only: use fastload.DistributedSampler, whose orders are known for "
+                "ever"
+            )
+        if self.origin is None and not (samplers.tracks_state or samplers.known_by_epoch):
+            raise ArgumentError(
+                f"epoch {self.epoch} has begun, and {samplers.names} draws its order with the first batch: "
+                "ask after that"
+            )
+        if samplers.checked and self.check is not None:
+            copies, order = self._copies(samplers, dataset, self.check[0], None, None)
+            order.batches(copies, self.check[0])
+        copies, order = self._copies(samplers, dataset, step, rank, replicas)
+        with copies.drawing():
+            index = next(order.batches(copies, step), _END)
+        if index is _END:
+            raise ArgumentError(f"epoch {self.epoch} has no step {step} on this rank")
+        return index
+
+    def _copies(
+        self, samplers: Samplers, dataset: Any, step: int, rank: int | None, replicas: int | None
+    ) -> tuple[Samplers, EpochOrder]:
+        """Return copies of the samplers for a rank, and the order from where they stand, up to `step`."""
+        last, order = samplers.last, self
+        if not isinstance(last, torch.utils.data.DistributedSampler):
+            return samplers.copied(dataset), self
+        ranks = replicas or self.replicas
+        own = last.rank if rank is None else rank
+        if own >= ranks:
+            raise ArgumentError(f"epoch {self.epoch} was read by {ranks} ranks, found rank {own}")
+        if isinstance(last, MixtureSampler):
+            moved: Any = last.at_state(self.sampler.state, self.changes, rank=own, replicas=ranks)
+        elif isinstance(last, DistributedSampler) and self.dealt is None:  # its batch sampler has the state
+            return samplers.copied(dataset), self
+        elif isinstance(last, DistributedSampler) and self.dealt is not None:
+            dealt, consumed = self.dealt, self.dealt.consumed
+            if samplers.known_by_epoch:  # each step takes a batch of samples in turn
+                consumed += (step - self.step) * (self.batch_size or 1) * ranks
+                order = replace(self, step=step)
+            # Another number of ranks may be on other nodes.
+            nodes = None if replicas is not None and dealt.nodes != 1 else (dealt.nodes, dealt.exchange)
+            epoch = self.sampler.epoch or 0
+            moved = last.at(epoch, consumed, rank=own, replicas=ranks, dealt=nodes)
+        else:
+            moved = samplers.copied(dataset).last
+            arguments = (last.shuffle, last.seed, last.drop_last)
+            torch.utils.data.DistributedSampler.__init__(moved, last.dataset, ranks, own, *arguments)
+        return samplers.copied(dataset, moved), order
 
 
-def check_of(index_batches: Iterable[Any], check: int | None = 0) -> int | None:
-    """The sum by which an order is compared with the one that was handed out; it goes on from `check`.
+def order_at(
+    orders: Iterable[EpochOrder], samplers: Samplers, step: int, rank: int | None, replicas: int | None
+) -> EpochOrder:
+    """Return the order of an epoch that a step belongs to.
 
-    None: an index has neither bytes nor a text that is the same in another process.
+    Args:
+        orders: of the epoch, the first one first.
+        rank, replicas: as for `EpochOrder.batch_at`.
+
+    Raises:
+        ArgumentError: there is none, or it is of one rank.
     """
-    for index in index_batches:
-        content = None if check is None else content_of(index)
-        check = None if content is None or check is None else zlib.crc32(content, check)
-    return check
+    orders = list(orders)
+    if not isinstance(samplers.last, torch.utils.data.DistributedSampler):
+        if replicas is not None and replicas != 1:
+            raise ArgumentError(
+                f"world_size={replicas}: the order comes from {samplers.names}, which deals to one rank; use "
+                "fastload.DistributedSampler"
+            )
+        if rank and replicas is None:
+            raise ArgumentError(
+                f"rank={rank}: the order comes from {samplers.names}, which deals to one rank"
+            )
+    known = orders[:1] if replicas is not None else orders
+    order = next((one for one in reversed(known) if one.step <= step), None)
+    if order is None or (replicas is not None and order.step):
+        raise ArgumentError(
+            f"epoch {orders[0].epoch} is known from step {orders[0].step} on, where this run took it up"
+        )
+    return order
 
 
-def content_of(index: Any) -> bytes | None:
-    """What tells an index batch, or any list of indices, from others; None where nothing does.
-
-    Whole numbers are compared by value, whether they stand in a list, an array or a tensor.
-    """
-    with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        numbers = np.asarray(index)
-        if numbers.dtype.kind in "iu":
-            return numbers.astype(np.int64).tobytes()
-    try:
-        return bytes(dump(index))
-    except ArgumentError:
-        text = repr(index)
-    return None if _ADDRESS.search(text) else text.encode()
-
-
-def read_generator(generator: torch.Generator) -> str:
-    """The state of a torch generator, 3.4 KB (its 5 KB are half zeros)."""
-    return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes())).decode()
+def segments_of(orders: Iterable[EpochOrder]) -> list[Segment]:
+    """Return the segments of an epoch that is read in these orders."""
+    segments: list[Segment] = []
+    for order in orders:
+        if segments and segments[-1].per_step == order.per_step:
+            continue
+        sample = order.step * order.per_step
+        if segments:
+            sample = segments[-1].start(order.step)
+        elif order.step and order.dealt is not None:
+            sample = order.dealt.consumed
+        elif order.step and isinstance(order.sampler.state, dict) and order.replicas is not None:
+            sample = int(order.sampler.state.get("consumed", sample))  # of a mixture
+        segments.append(Segment(order.step, sample, order.per_step))
+    return segments
 
 
-def write_generator(generator: torch.Generator, state: str) -> None:
-    numbers = np.frombuffer(zlib.decompress(base64.b64decode(state)), np.uint8)
-    generator.set_state(torch.from_numpy(numbers.copy()))
-
-
-def draw_seed(generator: torch.Generator) -> int:
-    """A seed, drawn as torch draws those of its samplers and workers."""
-    drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-    return int(drawn.item())
-
-
-def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
-    """Where torch's code draws from `generator` (None: the CPU's), whatever the default device is.
-
-    That code leaves the device to the default, even where the generator is of another one.
-    """
-    device = torch.device("cpu") if generator is None else generator.device
-    return nullcontext() if default_device() == device else device
+def _compare(samplers: Samplers, check: int | None, saved: int | None) -> None:
+    """Raise ArgumentError unless an order that was made again has begun as before."""
+    if saved is None or check is None:
+        raise ArgumentError(
+            f"{samplers.names} gives indices that cannot be compared with those of the run that was saved: "
+            "give their class a __repr__ that says what they are, or resume from a state that was saved "
+            "between two epochs"
+        )
+    if check != saved:
+        raise ArgumentError(
+            f"{samplers.names} gives another order than in the run that was saved: give the sampler a "
+            "seed of its own for each epoch, or state_dict() and load_state_dict(), or resume from a state "
+            "that was saved between two epochs"
+        )

@@ -21,14 +21,31 @@ T = TypeVar("T")
 _LARGEST = 1 << 64  # a number in a state, of either sign
 
 
-def plain(value: Any) -> Any:
-    """Return a dataclass, and all of those in it, as a dict. Nothing in it is shared with `value`."""
+def plain(value: Any, *, whole: bool = False) -> Any:
+    """Return a dataclass, and all of those in it, as a dict. Nothing in it is shared with `value`.
+
+    Args:
+        whole: its own fields are there even where they have their defaults.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints = _hints(type(value))
-        return {name: _plain_as(hint, getattr(value, name)) for name, hint in hints.items()}
+        hints, entries = _hints(type(value)), {}
+        for field in dataclasses.fields(value):
+            entry = getattr(value, field.name)
+            if whole or _is_required(field) or entry != _default(field):
+                entries[field.name] = _plain_as(hints[field.name], entry)
+        return entries
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
 
 
 def _plain_as(hint: Any, value: Any) -> Any:
@@ -43,13 +60,12 @@ def read(kind: type[T], value: Any) -> T:
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{kind.__name__} is {reprlib.repr(value)}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    arguments = {}
-    for name, hint in _hints(kind).items():  # type: ignore[arg-type]
-        if name in value:
-            arguments[name] = _read_as(hint, value[name], name)
-        elif fields[name].default is dataclasses.MISSING:
-            raise ValueError(f"it lacks {name!r}")
+    hints, arguments = _hints(kind), {}  # type: ignore[arg-type]
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name in value:
+            arguments[field.name] = _read_as(hints[field.name], value[field.name], field.name)
+        elif _is_required(field):
+            raise ValueError(f"{kind.__name__} lacks {field.name!r}")
     return kind(**arguments)
 
 

@@ -1,4 +1,4 @@
-"""The state of a loader in a file: alone, or somewhere in the checkpoint of a training.
+"""The state of a loader, in memory and in a file: alone, or somewhere in the checkpoint of a training.
 
     torch.save(loader.state_dict(), path)     json.dump(loader.state_dict(), file)
     torch.save({"model": ..., "loops": {"train_loader": loader.state_dict()}}, path)
@@ -15,22 +15,18 @@ import pickle
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastload.errors import ArgumentError, FastloadError
+from fastload.order.order import EpochOrder
+from fastload.order.samplers import Origin, SamplerState
+from fastload.order.schema import plain, read
 
 VERSION = 2
-# Entries that no other loader's state has.
-_ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
-# The others of a whole state; "streams" is there where an epoch is read as streams.
-_FURTHER = {
-    *("dataset", "sampler_length", "num_replicas", "batch_size", "num_workers", "seed", "ahead", "origin"),
-    *("check", "next_worker", "generators", "workers", "coming", "samples"),
-    *("history", "exclusions", "digest", "made_from"),
-}
 _CLASS = re.compile(r"GLOBAL (\S+)")
 _SHOWN = 8  # places in a message
 _DEEPEST = 100  # levels of a checkpoint
@@ -40,11 +36,139 @@ _DAMAGED = (
 )
 
 
-_OWN_LOADER = "pass --loader FILE.py:FUNCTION, a function that makes the loader"
+@dataclass
+class DatasetState:
+    """What the `state_dict` of a dataset and of an iterator over it gave; `ended`: the iterator is."""
+
+    dataset: Any
+    iterator: Any
+    ended: bool
+
+
+@dataclass
+class WorkerState:
+    """What a worker, or this process, has read in an epoch.
+
+    Attributes:
+        batches: delivered.
+        ended: its part of an iterable dataset is over.
+        fresh: nothing was drawn from the dataset's iterator.
+        state: of the dataset, if it has one.
+    """
+
+    batches: int
+    ended: bool
+    fresh: bool
+    state: DatasetState | None
+
+
+@dataclass
+class StreamState:
+    """The position of a rank in an epoch that is read as streams: see `fastload.loader.stream_epoch`."""
+
+    rank: int
+    ranks: int
+    count: int
+    batches: int
+    lap: int
+    source: int
+    in_lap: int
+    empty: int
+    first: list[Any]
+    streams: list[tuple[int, Any]]
+
+
+@dataclass
+class Coming:
+    """What the coming iteration draws from torch's generator. `base_seed`: None where it draws none."""
+
+    base_seed: int | None
+    origin: Origin
+
+
+@dataclass
+class DatasetIdentity:
+    """What tells a dataset from others of the same length: see `fastload.trace.identity`."""
+
+    type: str
+    indices: list[str | None]
+    keys: str | None
+    listing: tuple[str, str] | None
+
+
+@dataclass
+class Identity:
+    """What the samplers hold, and the dataset or each source of a mixture."""
+
+    sampler: list[str | None] = field(default_factory=list)
+    datasets: dict[str, DatasetIdentity] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """The state of a loader: what it was, the position, and what leads to the same batches.
+
+    Attributes:
+        dataset, length, samplers, sampler_length, num_replicas, batch_size, num_workers, seed: what the
+            loader was. What would change the order is compared with the loader that takes up the state.
+        begun: it is of the middle of an epoch.
+        epoch: iterations before this one.
+        batches, ahead, sampler, check, origin, generators: as in `Position` and `EpochOrder`.
+        coming: before the first index is drawn, what will be.
+        base_seed: of the workers. `one_seed`: the run has drawn one for all its epochs.
+        next_worker, workers, streams: who reads what. `workers` is None where datasets keep no state.
+        samples: which samples these are.
+        history: the orders of the epochs so far.
+        exclusions, digest, made_from: see `Exclusions`, `Digest` and `fastload.trace.recipe`.
+    """
+
+    version: int
+    dataset: str
+    length: int | None
+    samplers: list[str]
+    sampler_length: int | None
+    num_replicas: Any
+    batch_size: Any
+    num_workers: int
+    seed: int | None
+    sampler: SamplerState
+    generators: dict[str, str]
+    samples: Identity = field(default_factory=Identity)
+    made_from: dict[str, Any] = field(default_factory=dict)
+    history: list[EpochOrder] = field(default_factory=list)
+    exclusions: dict[str, Any] = field(default_factory=dict)
+    digest: dict[str, Any] = field(default_factory=dict)
+    begun: bool = False
+    epoch: int = 0
+    batches: int = 0
+    ahead: list[int] = field(default_factory=list)
+    origin: Origin | None = None
+    check: int | None = 0
+    coming: Coming | None = None
+    base_seed: int | None = None
+    one_seed: bool = False
+    next_worker: int = 0
+    workers: list[WorkerState] | None = None
+    streams: StreamState | None = None
+
+    def replicas_at(self, epoch: int, step: int) -> int | None:
+        """Return how many ranks read a step; None where the order is not dealt to ranks."""
+        orders = [one for one in self.history if one.epoch == epoch and one.step <= step]
+        known = [self.num_replicas, *(one.replicas for one in orders[-1:])]
+        return next((int(replicas) for replicas in reversed(known) if replicas is not None), None)
+
+
+_NAMES = {one.name for one in fields(State)} - {"streams"}  # which is there where an epoch is read as streams
+# Entries that no other loader's state has.
+_ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
+
+
+OWN_LOADER = "pass --loader FILE.py:FUNCTION, a function that makes the loader"
+_AS_SAVED = "load it as state_dict() returned it"
 
 
 @contextlib.contextmanager
-def reading_state(path: str = "the state", advice: str = _OWN_LOADER) -> Iterator[None]:
+def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator[None]:
     """A block that uses what a state says of fastload's and torch's own parts, whoever has written it.
 
     Args:
@@ -64,15 +188,24 @@ def reading_state(path: str = "the state", advice: str = _OWN_LOADER) -> Iterato
 
 
 def is_state(value: Any) -> bool:
-    """Whether this is what `state_dict()` of a loader returned."""
+    """Return whether this is what `state_dict()` of a loader returned."""
     return isinstance(value, Mapping) and value.keys() >= _ENTRIES
 
 
-def check_state(state: Any, name: str) -> Mapping[str, Any]:
-    """Return a state that is whole and of this version.
+def plain_state(state: State) -> dict[str, Any]:
+    """Return a state as `parse_state` reads it."""
+    entries: dict[str, Any] = plain(state, whole=True)
+    if state.streams is None:
+        del entries["streams"]
+    return entries
+
+
+def parse_state(state: Any, name: str, advice: str = _AS_SAVED) -> State:
+    """Return a state that is whole, of this version, and whose entries have the right types.
 
     Args:
         name: the state in the error's words.
+        advice: what to do where it is damaged.
 
     Raises:
         ArgumentError: it is not.
@@ -84,10 +217,23 @@ def check_state(state: Any, name: str) -> Mapping[str, Any]:
             f"{name} has version {reprlib.repr(state.get('version'))}, this fastload reads version "
             f"{VERSION}: load what state_dict() of a fastload.DataLoader returned"
         )
-    missing = sorted((_ENTRIES | _FURTHER) - state.keys())
+    missing = sorted(_NAMES - state.keys())
     if missing:
         raise ArgumentError(f"{name} lacks {missing}: load it whole, as state_dict() returned it")
-    return state
+    with reading_state(name, advice):
+        parsed = read(State, state)
+        _check_seeds(parsed)
+    return parsed
+
+
+def _check_seeds(state: State) -> None:
+    """Raise ValueError unless the seeds are such as torch draws: the next iteration hands them to it."""
+    if state.begun and state.base_seed is None:
+        raise ValueError("no seed of an epoch that has begun")
+    coming = None if state.coming is None else state.coming.base_seed
+    for seed in (state.base_seed, coming):
+        if seed is not None and not 0 <= seed < 1 << 63:
+            raise ValueError(f"the seed {seed!r}")
 
 
 def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str, Any]:

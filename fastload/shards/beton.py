@@ -11,7 +11,7 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,
@@ -25,13 +25,12 @@ from fastload.formats.beton import (
     row_type,
 )
 from fastload.images.decode import decode_image
-from fastload.shards.catalog import ShardList
+from fastload.shards.catalog import ShardList, index_shards, read_head
 from fastload.shards.dataset import ShardDataset
+from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import index_shards, read_head
 from fastload.shards.reader import Shard
-from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
 from fastload.store.failures import Wait, sleep
 
@@ -132,11 +131,10 @@ class BetonDataset(ShardDataset):
             BETON,
             shards,
             ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=functools.partial(index_shards, functools.partial(_read_index, found)),
         )
 

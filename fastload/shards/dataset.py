@@ -16,24 +16,28 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
-from fastload.datasets.base import SOME
-from fastload.datasets.fields import Fields
-from fastload.datasets.fields_dataset import FieldsDataset
-from fastload.datasets.prepare_fields import RecordPrepareStep
-from fastload.datasets.samples import SampleMaker
-from fastload.datasets.shape import Shape
-from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.datasets.payloads import RecordPayloads
+from fastload.datasets.sample_fields import Transform
+from fastload.datasets.samples import SampleBuilder
+from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.warm import ToRead, Warmed
 from fastload.errors import check_whole_number
-from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, RecordBlocks, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
+from fastload.shards.fields import RecordFields
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.record_fields import ChosenFields
-from fastload.shards.record_source import RECORD_MARK, RecordSource, record_name
-from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
+from fastload.shards.records import (
+    RECORD_MARK,
+    IndexedShards,
+    PendingRecords,
+    RecordBlocks,
+    RecordSource,
+    record_name,
+)
+from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.budget import RequestBudget
 from fastload.store.failures import sleep
 from fastload.store.process import ProcessLocal
@@ -61,8 +65,8 @@ class _Here(NamedTuple):
     streams: list[ShuffledStream[int]]
 
 
-class ShardDataset(FieldsDataset):
-    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
+class ShardDataset(StoreDataset):
+    """A `StreamDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
         form: of the shards.
@@ -77,26 +81,26 @@ class ShardDataset(FieldsDataset):
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
         shards: ShardList | Callable[[], ShardList],
-        fields: Fields | None,
+        fields: RecordFields | None,
         *,
-        decode: Callable[[Any], Any] | None,
+        decode: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         fingerprint: str | None,
         cache: Cache | None,
         streams: StreamOptions = STREAMED,
         index: str | os.PathLike[str] | bool | None = False,
         num_samples: int | None = None,
-        shape: Shape | None = None,
         read_index: Callable[[ShardList, ShardIndex], None] | None = None,
     ) -> None:
         self._options = streams
         if num_samples is not None:
             check_whole_number("num_samples", num_samples)
+        decode = None if isinstance(decode, Mapping) else decode  # of single fields: see `fields`
         super().__init__(url, decode)
-        self._fields, self._shape = fields, shape
+        self._fields = fields
         self.transform = transform
         self._form = form
-        self._step = RecordPrepareStep(cache, fields, decode, fingerprint, transform)
+        self._payloads = RecordPayloads(cache, fields, decode, fingerprint, transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
@@ -109,13 +113,10 @@ class ShardDataset(FieldsDataset):
         self._hint = num_samples
         self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
 
-    def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
-        learned = ("_index", "_reads_at_random", "_maker", "_hint")
-        return {name: value for name, value in self.__getstate__().items() if name not in learned}
+    _passing = StoreDataset._passing | {"_index", "_reads_at_random", "_hint"}
 
     @property
-    def budget(self) -> RequestBudget | None:
+    def _budget(self) -> RequestBudget | None:
         return self._shards.store.budget
 
     def __len__(self) -> int:
@@ -131,7 +132,7 @@ class ShardDataset(FieldsDataset):
         self._hint = None
         return counted
 
-    def listed(self) -> tuple[str, str]:
+    def _digests(self) -> tuple[str, str]:
         return self._shards.digests
 
     def indexed_length(self) -> int:
@@ -179,12 +180,6 @@ class ShardDataset(FieldsDataset):
         """Take the records of a shard that was read to its end, and keep them in the cache."""
         self._index.add_and_keep(shard, records)
 
-    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
-        """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
-        prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
-        records = (self._record(index) for index in indices)
-        return warm(records, self._cache_to_fill(), prefetcher, key=self._cache_key, size=self._source().size)
-
     def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
 
@@ -194,24 +189,17 @@ class ShardDataset(FieldsDataset):
             return self.warm(record for shard in shards for record in self._index.records_of(shard))
         return self._filling().run(shards)
 
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
-
     def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """What `warm_shards` has to read. Raises as `warm`."""
         return self._filling().left(shards)
 
     def _filling(self) -> ShardFilling:
         return ShardFilling(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self._cache_to_fill(),
-            prepare=self._step.prepare,
+            prepare=self._payloads.encode,
             key=self._cache_key_at,
             counters=self.counters,
-            blocks=self._blocks(),
         )
 
     # --- StreamDataset
@@ -243,7 +231,7 @@ class ShardDataset(FieldsDataset):
         used = self._here.get().offsets
         return self._name(index) if index in used else super().key(index)
 
-    # --- RowDataset
+    # --- read ahead
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
@@ -259,11 +247,11 @@ class ShardDataset(FieldsDataset):
 
     # --- which samples these are
 
-    def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
+    def _records(self, indices: Iterable[int]) -> NDArray[np.int64]:
         # Not `_record`: a record of a stream is not pending any more once it was used.
         return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
 
-    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Of its shard, the shard's version, the number of the record in it, and what that number means."""
         shards, ordinals = records >> 32, records & 0xFFFFFFFF
         form = np.uint64(xxhash.xxh3_64_intdigest(self._numbering().encode()))
@@ -294,7 +282,10 @@ class ShardDataset(FieldsDataset):
     # --- what `StoreDataset` asks for
 
     def _source(self) -> RecordSource:
-        return RecordSource(self._shards, self._index, self._form, self._cache_key_at)
+        return RecordSource(self._indexed(), self._cache_key_at)
+
+    def _indexed(self) -> IndexedShards:
+        return IndexedShards(self._shards, self._form, self._index, self._blocks())
 
     def _record(self, index: int) -> int:
         """Number of a sample, or id that a stream has handed out -> packed `RecordId`."""
@@ -323,14 +314,14 @@ class ShardDataset(FieldsDataset):
     def _cache_key(self, record: int) -> bytes:
         return self._cache_key_at(RecordId.unpack(record).shard, self._index.locate(record)[0])
 
-    def _new_maker(
-        self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
-    ) -> SampleMaker:
-        fields, decoded = self._fields, self.decode is not None
-        if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, decoded, transform, self._shape)
+    def _new_builder(self, transform: Transform) -> SampleBuilder:
+        fields = self._fields if self.decode is None else None
+        if fields is None:
+            builder = SampleBuilder(None, transform)
+            builder.transforms.refuse_fields()
+            return builder
         fields.check(transform)
-        return SampleMaker(fields, decoded, transform, self._shape, optional=fields.optional)
+        return SampleBuilder(fields, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()
@@ -376,20 +367,24 @@ class ShardDataset(FieldsDataset):
                 key,
                 version,
                 self._form.code,
-                *self._step.key,
-                mode=self._step.key_mode,
+                *self._payloads.key,
+                codec=self._payloads.codec,
             )
         return self.cache.key(str(offset), beginning=beginning)
 
-    def _set_steps(self, steps: list[Any]) -> None:
-        super()._set_steps(steps)
+    def _set_payloads(self, payloads: list[Any]) -> None:
+        super()._set_payloads(payloads)
         self._here.drop()
 
-    def _some_records(self) -> list[int]:
-        """The first records of some shards that are indexed."""
+    def _some_keys(self) -> list[bytes]:
+        """The keys of the first records of some shards that are indexed."""
         some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
         tables = {shard: self._index.get(shard) for shard in some}
-        return [RecordId(shard, 0).pack() for shard, table in tables.items() if table and len(table.offsets)]
+        return [
+            self._cache_key(RecordId(shard, 0).pack())
+            for shard, table in tables.items()
+            if table and len(table.offsets)
+        ]
 
     # --- what a stream hands out
 
@@ -410,19 +405,16 @@ class ShardDataset(FieldsDataset):
         return ProcessLocal(self._new_here)
 
     def _new_here(self) -> _Here:
-        return _Here(PendingRecords(self._step.prepare, self._keep, self.counters), {}, {}, [])
+        return _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, {}, [])
 
     def _opener(self) -> EpochStreams:
         return EpochStreams(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self.cache,
             key=self._cache_key_at,
             read_again=self._read_again,
             options=self._options,
             counters=self.counters,
-            blocks=self._blocks(),
         )
 
     def _blocks(self) -> RecordBlocks | None:
@@ -432,4 +424,4 @@ class ShardDataset(FieldsDataset):
     def _read_again(self, record: int) -> Any:
         """A record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
-        return payload if self._step.prepare is None else self._step.prepare(payload)
+        return payload if self._payloads.encode is None else self._payloads.encode(payload)

@@ -11,7 +11,7 @@ import heapq
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.errors import ArgumentError, check_whole_number
@@ -20,10 +20,9 @@ from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.metrics.units import parse_size
-from fastload.shards.catalog import ShardList
-from fastload.shards.formats import ShardFormat
-from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
+from fastload.shards.index import RecordId
+from fastload.shards.reader import CachedReader, ReadAhead
+from fastload.shards.records import IndexedShards
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
 
 _log = logging.getLogger("fastload")
@@ -99,27 +98,6 @@ def _part(unit: Span, first: int, stop: int | None) -> Span:
     return Span(unit.shard, unit.first + first, unit.stop if stop is None else unit.first + stop)
 
 
-class RecordBlocks(Protocol):
-    """Records that can only be read in blocks, each as a whole, such as the row groups of Parquet files.
-
-    `key` differs where other records are in the blocks.
-    """
-
-    key: str
-
-    def spans(self) -> list[Span]:
-        """All blocks, as the records of their shards."""
-
-    def size(self, span: Span) -> int:
-        """Bytes to read of a block: at most, about its part of the shard."""
-
-    def most_open(self, most_bytes: int) -> int:
-        """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
-
-    def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> Reader:
-        """A reader of a block, or of a part of one, from a record on. It starts to read the block at once."""
-
-
 class StreamOptions(NamedTuple):
     """cycle_length, block_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
 
@@ -162,38 +140,34 @@ class EpochStreams:
     """Plans and opens the streams of one dataset.
 
     Args:
-        shards, index, form: what to read, its index as far as there is one, and its format.
+        shards: what to read.
         cache: a shard of which it has all records is not read again; or None.
         key: (shard, offset) -> cache key.
         read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
         options: of all streams.
         counters: get.* are added here.
-        blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     def __init__(
         self,
-        shards: ShardList,
-        index: ShardIndex,
-        form: ShardFormat,
+        shards: IndexedShards,
         cache: Cache | None,
         *,
         key: Callable[[int, int], bytes],
         read_again: Callable[[int], Any],
         options: StreamOptions,
         counters: Counters,
-        blocks: RecordBlocks | None = None,
     ) -> None:
-        self._shards = shards
-        self._index = index
-        self._form = form
+        self._indexed = shards
+        self._shards, self._index, self._blocks = shards.listed, shards.index, shards.blocks
         self._cache = cache
         self._key = key
         self._read_again = read_again
         self._options = options
         self._counters = counters
-        self._blocks = blocks
-        self._listing = shards.digest if blocks is None else f"{shards.digest} {blocks.key}"
+        self._listing = self._shards.digest
+        if self._blocks is not None:
+            self._listing += f" {self._blocks.key}"
 
     def plan(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
@@ -278,80 +252,16 @@ class EpochStreams:
     ) -> Reader:
         """A reader of a span from a record on: of the cache if that has all of it, else of the store."""
         records = self._index.get(span.shard)
-        if records is not None:
-            if offset is None:
-                offset = _offset_of(ordinal, records)
-            cached = self._cached(span, ordinal, offset)
-            if cached is not None and cached.complete():
+        if records is not None and self._cache is not None:
+            cached = CachedReader(
+                records,
+                ordinal,
+                records.offset_of(ordinal) if offset is None else offset,
+                len(records.offsets) if span.stop is None else span.stop,
+                self._cache,
+                functools.partial(self._key, span.shard),
+                lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
+            )
+            if cached.complete():
                 return cached
-            if self._blocks is not None:
-                return self._blocks.open_reader(span, ordinal, offset, pool)
-        return open_shard_reader(
-            self._shards,
-            self._index,
-            self._form,
-            span,
-            ordinal,
-            offset,
-            ahead=ahead,
-            pool=pool,
-            counters=self._counters,
-        )
-
-    def _cached(self, span: Span, ordinal: int, offset: int) -> CachedReader | None:
-        """A reader of the cache, where there is one. The shard is indexed."""
-        records = self._index.get(span.shard)
-        if self._cache is None or records is None:
-            return None
-        return CachedReader(
-            records,
-            ordinal,
-            offset,
-            len(records.offsets) if span.stop is None else span.stop,
-            self._cache,
-            functools.partial(self._key, span.shard),
-            lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
-        )
-
-
-def open_shard_reader(
-    shards: ShardList,
-    index: ShardIndex,
-    form: ShardFormat,
-    span: Span,
-    ordinal: int,
-    offset: int | None,
-    *,
-    ahead: ReadAhead,
-    pool: ReadPool,
-    counters: Counters,
-) -> ShardReader:
-    """A reader of a span out of the store, from a record on. It indexes a shard that it reads as a whole.
-
-    Args:
-        offset: of the record; None: as the index says, or 0.
-    """
-    shard, records, stop = shards[span.shard], index.get(span.shard), None
-    if records is not None:
-        shard = shard._replace(compressed=records.compressed)
-        offset = _offset_of(ordinal, records) if offset is None else offset
-        if span.stop is not None:
-            stop = span.stop, int(records.offsets[span.stop - 1].sum())
-    build = records is None and ordinal == 0 and index.kept
-    return ShardReader(
-        shards.store,
-        shard,
-        functools.partial(form.splitter, offsets=None if records is None else records.offsets),
-        ahead=ahead,
-        pool=pool,
-        counters=counters,
-        ordinal=ordinal,
-        offset=offset or 0,
-        stop=stop,
-        on_end=functools.partial(index.add_and_keep, span.shard) if build else None,
-    )
-
-
-def _offset_of(ordinal: int, records: RecordOffsets) -> int:
-    """0 at the end of a shard, where there is nothing to read."""
-    return int(records.offsets[ordinal, 0]) if ordinal < len(records.offsets) else 0
+        return self._indexed.open_reader(span, ordinal, offset, ahead, pool)

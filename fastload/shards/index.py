@@ -60,6 +60,10 @@ class RecordOffsets(NamedTuple):
     doubted: float = 0.0
     heads: NDArray[np.uint8] | None = None
 
+    def offset_of(self, ordinal: int) -> int:
+        """Return where a record begins; 0 at the end of the shard, where there is nothing to read."""
+        return int(self.offsets[ordinal, 0]) if ordinal < len(self.offsets) else 0
+
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
         bad = {str(ordinal): fault for ordinal, fault in self.bad.items()}

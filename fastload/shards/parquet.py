@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.prepare import LOSSLESS
-from fastload.datasets.shape import Shape
-from fastload.errors import ArgumentError, FastloadError
-from fastload.images.crop import is_fused
+from fastload.datasets.sample_fields import Shape
+from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.epoch_streams import RecordBlocks, StreamOptions
-from fastload.shards.formats import PARQUET, ShardFormat
-from fastload.shards.index import RecordId, ShardIndex
-from fastload.shards.record_source import RecordSource
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import PARQUET
+from fastload.shards.index import RecordId
+from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 from fastload.store.process import ProcessLocal
@@ -35,7 +33,7 @@ class _RowSource(RecordSource):
     """A sample is a row, read with its row group.
 
     Args:
-        shards, index, form, key: see `RecordSource`.
+        shards, key: see `RecordSource`.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
         prepare: a row -> what the cache keeps of it; None: the row.
@@ -43,16 +41,14 @@ class _RowSource(RecordSource):
 
     def __init__(
         self,
-        shards: ShardList,
-        index: ShardIndex,
-        form: ShardFormat,
+        shards: IndexedShards,
         key: Callable[[int, int], bytes],
         *,
         groups: RowGroups,
         cache: Cache | None,
         prepare: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(shards, index, form, key)
+        super().__init__(shards, key)
         self._groups = groups
         self._cache = cache
         self._prepare = prepare
@@ -173,8 +169,8 @@ class ParquetDataset(ShardDataset):
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
-        from fastload.shards.parquet_fields import ParquetFields
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
+        from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
         columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
@@ -190,18 +186,16 @@ class ParquetDataset(ShardDataset):
         )
         self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
         columns.learn(self._files.schema)
-        _check_transform(transform, columns.names, columns.may_be_images)
         super().__init__(
             url,
             dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
             shards,
             columns,
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             streams=streams,
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=self._files.index_rows,
         )
 
@@ -214,15 +208,13 @@ class ParquetDataset(ShardDataset):
 
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
-        cache = self.cache if self._step.mode in LOSSLESS else None
+        cache = self.cache if self._payloads.codec.lossless else None
         return _RowSource(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self._cache_key_at,
             groups=self._groups.get(),
             cache=cache,
-            prepare=self._step.prepare,
+            prepare=self._payloads.encode,
         )
 
     def _blocks(self) -> RecordBlocks:
@@ -235,22 +227,9 @@ class ParquetDataset(ShardDataset):
     def _new_groups(self) -> RowGroups:
         from fastload.shards.row_groups import RowGroups
 
-        return RowGroups(self._shards, self._files, self.counters)
+        return RowGroups(self._shards, self._files)
 
 
 def _digest(columns: list[str]) -> str:
     text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _check_transform(transform: Any, names: list[str], may_be_images: list[str]) -> None:
-    """Raise ArgumentError for a transform that no row can satisfy."""
-    if isinstance(transform, Mapping):
-        unknown = sorted(transform.keys() - set(names))
-        if unknown:
-            raise ArgumentError(f"transform names {unknown[0]!r}, and the fields are {', '.join(names)}")
-    elif is_fused(transform) and not may_be_images:
-        raise ArgumentError(
-            f"transform={transform!r} takes an image, and none of the columns {', '.join(names)} is binary: "
-            "name the image's column in fields=, without a function for it in decode="
-        )

@@ -23,7 +23,6 @@ from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.threads import ReadPool
 from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Record, Splitter
-from fastload.metrics.counters import Counters
 from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 from fastload.store.base import Buffer
@@ -104,8 +103,7 @@ class ShardBytes:
         start: the first byte; in a compressed shard, of what it inflates to.
         stop: where to end. The end of the shard, where it may be compressed.
         ahead: how far to read ahead.
-        pool: reads.
-        counters: get.* are added here.
+        pool: reads; get.* are added to its counters.
 
     Attributes:
         compressed: whether the shard is; None as long as that is not known.
@@ -120,7 +118,6 @@ class ShardBytes:
         *,
         ahead: ReadAhead,
         pool: ReadPool,
-        counters: Counters,
     ) -> None:
         self._store = store
         self._shard = shard
@@ -128,7 +125,6 @@ class ShardBytes:
         self._stop = stop
         self._ahead = ahead
         self._pool = pool
-        self._counters = counters
         self._pieces: deque[Future[Any]] = deque()
         self._left: deque[tuple[int, int]] = deque()  # ranges that were not asked for yet
         self._inflate: Inflater | None = None
@@ -203,7 +199,7 @@ class ShardBytes:
 
     def _read(self, start: int, stop: int) -> Any:
         """A range of the shard, of the version that was listed. Called by the pool's threads."""
-        self._counters.add("get.requests")
+        self._pool.counters.add("get.requests")
         shard = self._shard
         try:
             body = self._store.read_range(shard.key, start, stop, shard.version, wait=self._pool.pause)
@@ -211,7 +207,7 @@ class ShardBytes:
             if error.key is None:
                 error.key = shard.key
             raise
-        self._counters.add("get.bytes", stop - start)
+        self._pool.counters.add("get.bytes", stop - start)
         return memoryview(body)
 
 
@@ -221,7 +217,7 @@ class ShardReader:
     Args:
         store, shard: what to read.
         splitter: (offset, end or None where that is not known) -> what cuts the bytes from that offset on.
-        ahead, pool, counters: see `ShardBytes`.
+        ahead, pool: see `ShardBytes`.
         ordinal, offset: of the first record; in a compressed shard, the offset in what it inflates to.
         stop: the ordinal at which to end, and the offset there. None: at the end of the shard; always so
             where the shard may be compressed.
@@ -243,7 +239,6 @@ class ShardReader:
         *,
         ahead: ReadAhead,
         pool: ReadPool,
-        counters: Counters,
         ordinal: int = 0,
         offset: int = 0,
         stop: tuple[int, int] | None = None,
@@ -260,7 +255,7 @@ class ShardReader:
         self._found = array("Q")  # offset and size of each record, for `on_end`
         self._bad: dict[int, Fault] = {}
         self._drained = False
-        self._bytes = ShardBytes(store, shard, offset, self._end, ahead=ahead, pool=pool, counters=counters)
+        self._bytes = ShardBytes(store, shard, offset, self._end, ahead=ahead, pool=pool)
 
     @property
     def compressed(self) -> bool:

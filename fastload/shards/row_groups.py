@@ -1,13 +1,17 @@
-"""Rows of Parquet files: row group by row group for streams, and one at random.
+"""Rows of Parquet files: read row group by row group, one at random, and their columns as fields.
 
     store ─ footer ─▶ ranges of the wanted columns, side by side ─▶ pyarrow ─▶ values ─▶ one record a row
 
 The thread that gets the last range decodes the row group, while the rows of others are used.
+
+Hugging Face's `datasets` keeps an image, and a sound, as a struct {"bytes": binary, "path": string}: such a
+column counts as its bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -15,16 +19,19 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from fastload.errors import DecodeError, FastloadError
+from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
+from fastload.datasets.sample_fields import FieldTransforms, Shape
+from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
-from fastload.formats.sample import dump_row
-from fastload.metrics.counters import Counters
+from fastload.formats.sample import dump_row, load_row
+from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.parquet_fields import column_values
+from fastload.shards.fields import NAME_IT, RecordFields
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
@@ -34,6 +41,7 @@ _log = logging.getLogger("fastload")
 
 _FOOTERS = 32 << 20  # bytes of footers that a process keeps
 _RECENT = 128 << 20  # bytes of row groups that a process keeps of which single rows were asked for
+_FILE = {"bytes", "path"}
 
 
 class Rows:
@@ -58,14 +66,12 @@ class RowGroups:
 
     Args:
         shards, files: what to read.
-        counters: streams add get.* here.
     """
 
-    def __init__(self, shards: ShardList, files: ParquetFiles, counters: Counters) -> None:
+    def __init__(self, shards: ShardList, files: ParquetFiles) -> None:
         self.key = files.digest
         self._shards = shards
         self._files = files
-        self._counters = counters
         self._footers: dict[int, tuple[Any, int]] = {}  # shard -> metadata, bytes
         self._reading: dict[int, threading.Lock] = {}  # by shard
         self._lock = threading.Lock()  # of both
@@ -89,7 +95,7 @@ class RowGroups:
         return max(1, most_bytes // (4 * max(1, self._files.largest())))
 
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
-        return RowGroupReader(self, span, ordinal, offset, pool, self._counters)
+        return RowGroupReader(self, span, ordinal, offset, pool)
 
     def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
         """The rows of the row group in which a row lies, and whether they were read now.
@@ -226,8 +232,7 @@ class RowGroupReader:
         groups: reads and decodes.
         span: the samples of the row group, or some of them.
         ordinal, offset: of the first one to give.
-        pool: the threads that read.
-        counters: get.* are added here.
+        pool: the threads that read; get.* are added to its counters.
     """
 
     ready = False
@@ -241,13 +246,11 @@ class RowGroupReader:
         ordinal: int,
         offset: int,
         pool: ReadPool,
-        counters: Counters,
     ) -> None:
         self.ordinal, self.offset = ordinal, offset
         self._groups = groups
         self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
         self._pool = pool
-        self._counters = counters
         self._rows: Rows | DecodeError | None = None
         self._done: Future[Rows] = Future()
         self._lock = threading.Lock()
@@ -310,9 +313,9 @@ class RowGroupReader:
             self._decode(group, pieces)
 
     def _read(self, group: int, pieces: list[tuple[int, Any]], number: int, start: int, stop: int) -> None:
-        self._counters.add("get.requests")
+        self._pool.counters.add("get.requests")
         pieces[number] = start, self._groups.read_range(self._shard, self._pool.pause, start, stop)
-        self._counters.add("get.bytes", stop - start)
+        self._pool.counters.add("get.bytes", stop - start)
         with self._lock:
             self._missing -= 1
             last = not self._missing
@@ -324,3 +327,127 @@ class RowGroupReader:
         with self._lock:
             if not self._done.done():
                 self._done.set_result(rows)
+
+
+def _is_file(kind: Any) -> bool:
+    """Whether a column has encoded files, such as images, with their paths."""
+    if not pa.types.is_struct(kind) or {field.name for field in kind} != _FILE:
+        return False
+    return bool(_is_binary(kind.field("bytes").type) or pa.types.is_null(kind.field("bytes").type))
+
+
+def _is_binary(kind: Any) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def column_values(column: Any) -> list[Any]:
+    """The values of a column: views of binary ones; of a file its bytes, or its path if it has no bytes."""
+    if not _is_file(column.type):
+        return to_python(column, views=True)
+    values = []
+    for chunk in column.chunks:
+        parts = dict(zip([field.name for field in chunk.type], chunk.flatten(), strict=True))
+        bodies = to_python(parts["bytes"], views=True)
+        if parts["bytes"].null_count:
+            paths = to_python(parts["path"])
+            bodies = [path if body is None else body for body, path in zip(bodies, paths, strict=True)]
+        values += bodies
+    return values
+
+
+class ParquetFields(RecordFields):
+    """The columns of a row.
+
+    Args:
+        shape: of the samples; None: a dict of all columns.
+        decoders: column -> function that replaces the value.
+    """
+
+    def __init__(self, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]) -> None:
+        for name, function in decoders.items():
+            refuse_class(f"decode[{name!r}]", function)
+        self._decoders = dict(decoders)
+        self.shape = shape
+        self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
+        self._columns: dict[str, str] = {}  # name -> column
+        self._files: list[str] = []  # columns of encoded files
+        self._numeric: set[str] = set()  # columns
+        self._sure: set[str] = set()  # names of images, whatever their bytes look like
+        self._may_be_images: list[str] = []
+
+    @property
+    def wanted(self) -> list[str] | None:
+        """The wanted columns; None: all."""
+        return None if self._wanted is None else list(self._wanted.values())
+
+    def learn(self, schema: Any) -> None:
+        """Take the columns and their types from the files.
+
+        Raises:
+            ArgumentError: `decode` names a column that is not read.
+        """
+        self._columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
+        unknown = sorted(self._decoders.keys() - set(self._columns.values()))
+        if unknown:
+            raise ArgumentError(
+                f"decode names {unknown[0]!r}, and the columns that are read are {', '.join(schema.names)}"
+            )
+        kinds = {field.name: field.type for field in schema}
+        self._files = [column for column, kind in kinds.items() if _is_file(kind)]
+        self._numeric = {column for column, kind in kinds.items() if is_numeric(kind)}
+        binary = {column for column, kind in kinds.items() if _is_file(kind) or _is_binary(kind)}
+        self._may_be_images = [
+            name for name, column in self._columns.items() if column in binary - self._decoders.keys()
+        ]
+        sure = _hugging_face_images(schema.metadata or {})
+        self._sure = {name for name in self._may_be_images if self._columns[name] in sure}
+
+    @property
+    def key(self) -> str:
+        return repr((self._wanted, sorted(self._decoders)))
+
+    def check(self, transform: Any) -> None:
+        images = self._may_be_images[:1]  # a row's values say which
+        FieldTransforms(transform).check(list(self._columns), images, NAME_IT)
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        row = load_row(payload)
+        for column in self._files:
+            if isinstance(row[column], str):
+                raise DecodeError(
+                    f"column {column!r} has only the path {row[column]!r} of its file, and no bytes: write "
+                    "the table again with the files in it (Hugging Face: push_to_hub, or "
+                    "datasets.table.embed_table_storage)"
+                )
+        return {name: row[column] for name, column in self._columns.items()}
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        return [name for name in self._may_be_images if self._is_image(name, fields[name])]
+
+    def open(self, name: str, value: Any) -> Any:
+        column = self._columns[name]
+        value = bytes(value) if isinstance(value, memoryview) else value
+        decoder = self._decoders.get(column)
+        if decoder is not None:
+            return decoder(value)
+        why = why_not_number(value) if column in self._numeric else None
+        if why is not None:
+            raise DecodeError(
+                f"column {column!r} {why}, which no batch of numbers can hold: give decode={{{column!r}: a "
+                "function that makes a number of it}, or leave such rows out with filters="
+            )
+        return value
+
+    def _is_image(self, name: str, value: Any) -> bool:
+        if value is None:
+            return False
+        return name in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
+
+
+def _hugging_face_images(metadata: Mapping[bytes, bytes]) -> set[str]:
+    """The columns that Hugging Face's `datasets` has written down as images."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {name for name, feature in features.items() if feature.get("_type") == "Image"}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return set()

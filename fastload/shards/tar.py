@@ -9,12 +9,76 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.errors import ArgumentError
+from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
+from fastload.errors import DecodeError, refuse_class
+from fastload.formats.tar import read_sample
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.fields import ChosenFields, NamedFields, check_decode
 from fastload.shards.formats import TAR
-from fastload.shards.record_fields import ChosenFields, MemberFields
+
+
+class MemberFields(NamedFields):
+    """Members of a tar shard's sample.
+
+    Args:
+        decoders: extension -> function of its bytes; they replace the built-in ones.
+        unsafe: unpickle .pyd, .pkl, .pickle, .pth and .pt, which can run any code.
+    """
+
+    def __init__(self, decoders: Mapping[str, Callable[[bytes], Any]], *, unsafe: bool) -> None:
+        for name, function in decoders.items():
+            refuse_class(f"decode[{name!r}]", function)
+        self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
+        self._unsafe = unsafe
+        self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
+
+    def __fingerprint__(self) -> Any:
+        """All but the memory of the last sample: see `datasets.fingerprint`."""
+        return self._decoders, self._unsafe
+
+    @property
+    def key(self) -> str:
+        return repr(sorted(self._decoders))
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        key, members = read_sample(payload)
+        if "__key__" in members:
+            raise DecodeError(
+                f"sample {key!r} has a member '__key__': this name is taken by the key of the sample"
+            )
+        return {"__key__": key, **members}
+
+    def names(self, payload: memoryview) -> list[str]:
+        return list(read_sample(payload)[1])
+
+    def is_image(self, name: str) -> bool:
+        return extension_of(name) in IMAGES and self._decoder(name) is None
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        # Called twice a sample, and most samples have the same members.
+        names, last = tuple(fields), self._last  # reader threads share it
+        if names != last[0]:
+            last = self._last = names, [name for name in names if self.is_image(name)]
+        return last[1]
+
+    def open(self, name: str, value: Any) -> Any:
+        if name == "__key__":
+            return value
+        decoder = self._decoder(name)
+        if decoder is not None:
+            return decoder(bytes(value))
+        kind = extension_of(name)
+        if kind in PICKLES and not self._unsafe:
+            raise DecodeError(
+                f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust the "
+                f"author of the shards, or decode={{{name!r}: function}}"
+            )
+        return open_file(kind, value, f"member {name!r}")
+
+    def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
+        return self._decoders.get(name) or self._decoders.get(extension_of(name))
 
 
 class TarDataset(ShardDataset):
@@ -108,11 +172,7 @@ class TarDataset(ShardDataset):
     ) -> None:
         decoders = decode if isinstance(decode, Mapping) else {}
         members = MemberFields(decoders, unsafe=unsafe)
-        if fields is not None and callable(decode):
-            raise ArgumentError(
-                "fields= and a function as decode= both say what a sample is: leave one out, or pass "
-                "decode={extension: function of its bytes}"
-            )
+        check_decode(fields, decode)
         chosen = None if fields is None else ChosenFields(members, fields)
         kept_in = as_cache(cache)
         super().__init__(
@@ -127,9 +187,8 @@ class TarDataset(ShardDataset):
                 storage_options=storage_options or {},
             ),
             members if chosen is None else chosen,
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
-            shape=None if chosen is None else chosen.shape,
             num_samples=num_samples,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,

@@ -9,15 +9,66 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.fields import Fields
+from fastload.datasets.pairs import always_fused
 from fastload.errors import ArgumentError
-from fastload.formats.tfrecord import Spec, check_spec
+from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.crop import is_fused
+from fastload.images.decode import Oriented
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.fields import ChosenFields, Leaf, NamedFields, RecordFields, check_decode, shape_of
 from fastload.shards.formats import TFRECORD
-from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
+
+
+class ExampleFields(NamedFields):
+    """Features of a tf.train.Example.
+
+    Args:
+        features: see `Spec`.
+        images: the features that are encoded images; None: the only one of type bytes.
+        lacking: whether an Example may lack any of the features, which its fields then lack too.
+    """
+
+    def __init__(self, features: Spec, images: list[str] | None, *, lacking: bool = False) -> None:
+        check_spec(features)
+        self._features = dict(features)
+        self._lacking = lacking
+        single = [name for name, kind in features.items() if kind is bytes]
+        self._images = images if images is not None else single if len(single) == 1 else []
+        for name in self._images:
+            if self._features.get(name) is not bytes:
+                raise ArgumentError(
+                    f"transform names {name!r} as an image, and features has it as "
+                    f"{self._features.get(name)!r}: write features={{{name!r}: bytes, ...}}"
+                )
+
+    @property
+    def key(self) -> str:
+        return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
+
+    def needs_files(self, transform: Any) -> bool:
+        return not always_fused(self._images, transform)  # else a sample has an image's bytes
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        return parse_example(payload, self._features, lacking=self._lacking)
+
+    def names(self, payload: memoryview) -> list[str]:
+        return list(read_example(payload))
+
+    def is_image(self, name: str) -> bool:
+        return name in self._images
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        return self._images
+
+    def open(self, name: str, value: Any) -> Any:
+        return bytes(value) if isinstance(value, memoryview) else value
+
+    def open_image(self, value: Any) -> Any:
+        if isinstance(value, Oriented):
+            return value.pixels
+        return bytes(value) if isinstance(value, memoryview) else value
 
 
 class TFRecordDataset(ShardDataset):
@@ -115,7 +166,6 @@ class TFRecordDataset(ShardDataset):
             known,
             decode=decode,
             transform=transform,
-            shape=known.shape if isinstance(known, ChosenFields) else None,
             num_samples=num_samples,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
@@ -124,7 +174,7 @@ class TFRecordDataset(ShardDataset):
         )
 
 
-def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> Fields | None:
+def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> RecordFields | None:
     """The fields of a record; `chosen`: the user's `fields=`."""
     parts = transform.items() if isinstance(transform, Mapping) else []
     fused = [name for name, part in parts if is_fused(part)]
@@ -132,8 +182,7 @@ def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> 
         return None if features is None else ExampleFields(features, fused or None)
     if features is None:
         raise ArgumentError("fields= names features: pass features= too, a dict of their names and types")
-    if decode is not None:
-        raise ArgumentError("fields= and decode= both say what a sample is: leave one out")
+    check_decode(chosen, decode)
     check_spec(features)
     leaves = {name: Leaf.parse(text).names for name, text in shape_of(chosen).leaves.items()}
     wanted = {feature: features.get(feature) for names in leaves.values() for feature in names}

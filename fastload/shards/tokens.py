@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,22 +24,23 @@ import xxhash
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.base import StoreDataset
-from fastload.datasets.prepare import PrepareStep
-from fastload.datasets.protocols import Allocate, RowErrors
-from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.datasets.payloads import ObjectPayloads
+from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
+from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
-from fastload.fetch.prefetcher import Prefetcher
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
-from fastload.shards.record_source import record_name
+from fastload.shards.records import record_name
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_TOKENS = "tokens"
 
 
 class TokenDataset(StoreDataset):
@@ -87,8 +89,8 @@ class TokenDataset(StoreDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    settled: ClassVar[frozenset[str]] = StoreDataset.settled | {"dtype", "block", "overlap"}
-    computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
+    _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"dtype", "block", "overlap"}
+    _computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
 
     def __init__(
         self,
@@ -107,8 +109,8 @@ class TokenDataset(StoreDataset):
         check_whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
-        self._step = PrepareStep(kept_in, None)
-        if kept_in is not None and kept_in.mode not in ("auto", "raw"):
+        self._payloads = ObjectPayloads(kept_in, None)
+        if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(
             url,
@@ -117,8 +119,9 @@ class TokenDataset(StoreDataset):
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
-        self.cache = kept_in if shards.cacheable else None  # a warning has said why
         self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
+        self.transform = None
+        self.cache = kept_in if shards.cacheable else None  # a warning has said why
         if not self._corpus.samples:
             raise ArgumentError(
                 f"{shards.store.url!r} has {self.tokens:,} tokens of type {self.dtype}, and a sample has "
@@ -139,31 +142,9 @@ class TokenDataset(StoreDataset):
         where = f"{corpus.shards.store.url!r}, {len(corpus.shards):,} objects"
         return f"{type(self).__name__}({where}, {samples}{cache})"
 
-    # --- RowDataset
-
-    def new_batch(self, n: int, allocate: Allocate) -> torch.Tensor:
-        return allocate((n, self._corpus.length), torch.int64)
-
-    def sample(self, batch: Any, row: int) -> Any:
-        return batch[row]
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        batch[target].copy_(batch[source])
-
     # --- which samples these are
 
-    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
-        """As `ObjectDataset.warm`."""
-        cache, source = self._cache_to_fill(), self._source()
-        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
-        records = map(self._record, indices)
-        return warm(records, cache, prefetcher, key=self._cache_key, size=source.size)
-
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """Return what `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
-
-    def identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    def _identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         return self._corpus.identities(records)
 
     # --- what `StoreDataset` asks for
@@ -185,17 +166,42 @@ class TokenDataset(StoreDataset):
         assert self.cache is not None
         return self.cache.key(TOKENS.code, *self._corpus.key(record))
 
-    def _sample(self, value: Any) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(value, self.dtype).astype(np.int64))
+    def _some_keys(self) -> list[bytes]:
+        n = self._corpus.samples
+        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
 
-    def _fill_rows(
-        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
-    ) -> RowErrors:
-        with self.counters.timed("decode"):
-            tokens = batch.numpy()
-            for row, value in zip(rows, values, strict=True):
-                tokens[row] = np.frombuffer(value, self.dtype)
+    def _new_builder(self, transform: Any) -> SampleBuilder:
+        if transform is not None:
+            raise ArgumentError(
+                f"transform={transform!r}: a TokenDataset has none; apply a function with fastload.map"
+            )
+        return _TokenBuilder(self.dtype, self._corpus.length)
+
+
+class _TokenBuilder(SampleBuilder):
+    """Makes samples of tokens: each is one row of a matrix."""
+
+    def __init__(self, dtype: np.dtype[Any], length: int) -> None:
+        super().__init__(None, None, Shape(_TOKENS))
+        self._dtype, self._length = dtype, length
+
+    def sample(self, value: Any, record: int) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(value, self._dtype).astype(np.int64))
+
+    def new_batch(self, n: int, allocate: Allocate, **_: Any) -> RowBatch:
+        batch = RowBatch(n, allocate)
+        batch.values = batch.columns = {_TOKENS: allocate((n, self._length), torch.int64)}
+        batch.is_complete = True
+        return batch
+
+    def fill(self, batch: RowBatch, todo: Todo) -> RowFailures:
+        tokens = batch.columns[_TOKENS].numpy()
+        for row, value in zip(todo.rows, todo.values, strict=True):
+            tokens[row] = np.frombuffer(value, self._dtype)
         return []
+
+    def row(self, batch: RowBatch, row: int) -> Any:
+        return batch.columns[_TOKENS][row]
 
 
 class _Piece(NamedTuple):

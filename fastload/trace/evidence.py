@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample_log import MAGIC, RunBegins, frames, rank_of, step_at
-from fastload.order.state import check_state, content_of, find_states
+from fastload.order.state import content_of, find_states, parse_state
 from fastload.trace.digest import Digest, merged
 from fastload.workers.witness import LANES, Witness, sums_of
 
@@ -287,7 +287,7 @@ def _digests_in(given: Any, text: str) -> list[Digest]:
 
 def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
     try:
-        read = Digest.of(check_state(state, text)["digest"])
+        read = Digest.of(parse_state(state, text).digest)
         for part in read.earlier:
             Digest.of(part)
     except DecodeError as error:

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 
-from fastload.datasets.base import StoreDataset
 from fastload.datasets.mixture import sources_of
+from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-from fastload.order.order import content_of
 from fastload.order.sampler import known_length
+from fastload.order.samplers import content_of
+from fastload.order.state import DatasetIdentity, Identity, State
 from fastload.trace.recipe import describe
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
@@ -42,21 +43,16 @@ class Contents:
         """What is held may have been changed in place."""
         self._read.clear()
 
-    def identify(self, loader: Any) -> dict[str, Any]:
-        """The entry "samples" of the loader's state."""
+    def identify(self, loader: Any) -> Identity:
+        """Return what tells the samples of a loader from others."""
         datasets = {name: self._of(dataset) for name, dataset in _datasets(loader.dataset)}
-        return {"sampler": [self._digest(held) for held in _held_by(loader)], "datasets": datasets}
+        return Identity([self._digest(held) for held in _held_by(loader)], datasets)
 
-    def _of(self, dataset: Any) -> dict[str, Any]:
+    def _of(self, dataset: Any) -> DatasetIdentity:
         chosen = [self._digest(subset.indices) for subset in _subsets(dataset)]
         leaf = _leaf(dataset)
-        listed = None if leaf is None else leaf.listed()
-        return {
-            "class": type(dataset).__qualname__,
-            "indices": chosen,
-            "keys": _keys(dataset),
-            "listing": None if listed is None else list(listed),
-        }
+        listed = None if leaf is None else view_of(leaf).listed()
+        return DatasetIdentity(type(dataset).__qualname__, chosen, _keys(dataset), listed)
 
     def _digest(self, held: Any) -> str | None:
         """None: it has no bytes that are the same in another process."""
@@ -68,7 +64,7 @@ class Contents:
         return digest
 
 
-def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_identity(loader: Any, own: Identity, state: State) -> None:
     """Compare the samples of a state with those of the loader that resumes it.
 
     Args:
@@ -77,33 +73,34 @@ def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]
     Raises:
         ArgumentError: it has other samples, or another order of them.
     """
-    saved = state["samples"]
-    if saved["sampler"] != own["sampler"]:
+    saved = state.samples
+    if saved.sampler != own.sampler:
         raise ArgumentError(
-            f"state_dict was saved with a {state['samplers'][-1]} of other contents, so the order of the "
+            f"state_dict was saved with a {state.samplers[-1]} of other contents, so the order of the "
             "samples would differ: pass the same list, indices or weights"
         )
-    for name in saved["datasets"].keys() & own["datasets"].keys():
-        before, now = saved["datasets"][name], own["datasets"][name]
+    for name in saved.datasets.keys() & own.datasets.keys():
+        before, now = saved.datasets[name], own.datasets[name]
         source = f"source {name!r} has" if name else "the dataset has"
         for what in _LIKE:
-            if None not in (before[what], now[what]) and before[what] != now[what]:
+            texts = getattr(before, what), getattr(now, what)
+            if None not in texts and texts[0] != texts[1]:
                 _refuse(source, what, changes_since(loader, state, name))
-        if before["class"] != now["class"]:
+        if before.type != now.type:
             warnings.warn(
-                f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "
+                f"state_dict was saved with a {before.type}, and this loader has a {now.type}: the "
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    if _check_recipe(state["made_from"], describe(loader), changes_since(loader, state)):
+    if _check_recipe(state.made_from, describe(loader), changes_since(loader, state)):
         return
-    for name in saved["datasets"].keys() & own["datasets"].keys():
-        before, now = saved["datasets"][name], own["datasets"][name]
-        if before["class"] == now["class"] and None not in (before["listing"], now["listing"]):
-            _check_listing(name, before["listing"], now["listing"], changes_since(loader, state, name))
+    for name in saved.datasets.keys() & own.datasets.keys():
+        before, now = saved.datasets[name], own.datasets[name]
+        if before.type == now.type and before.listing is not None and now.listing is not None:
+            _check_listing(name, before.listing, now.listing, changes_since(loader, state, name))
 
 
-def _check_listing(name: str, before: list[str], now: list[str], since: str) -> None:
+def _check_listing(name: str, before: tuple[str, str], now: tuple[str, str], since: str) -> None:
     """Compare the digests of two listings: other keys are refused, and other versions told."""
     source = f"source {name!r} has" if name else "the dataset has"
     if before[0] != now[0]:
@@ -117,17 +114,17 @@ def _refuse(source: str, what: str, since: str) -> NoReturn:
     raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
 
 
-def changes_since(loader: Any, state: Mapping[str, Any], name: str = "") -> str:
+def changes_since(loader: Any, state: State, name: str = "") -> str:
     """Return what has changed in the bucket since a state was made, in brackets; "" if that is not known.
 
     Args:
         name: of the source of a mixture.
     """
     leaf = _leaf(dict(_datasets(loader.dataset)).get(name))
-    listing = state["samples"]["datasets"].get(name, {}).get("listing")
-    if leaf is None or listing is None:
+    saved = state.samples.datasets.get(name)
+    if leaf is None or saved is None or saved.listing is None:
         return ""
-    changes = leaf.changes_since(*listing)
+    changes = view_of(leaf).changes_since(*saved.listing)
     return f" ({changes})" if changes else ""
 
 

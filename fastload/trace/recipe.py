@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 
+from fastload.cache import Cache
 from fastload.datasets.image_folder import ImageFolder
 from fastload.datasets.objects import ObjectDataset
-from fastload.datasets.protocols import own_samples
+from fastload.datasets.store_dataset import override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
 from fastload.order.sampler import DistributedSampler
-from fastload.order.state import check_state, reading_state
+from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.open import options_from_file
 
 _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a false number takes any memory
@@ -93,14 +94,12 @@ def restore(
     Raises:
         ArgumentError: the state does not say how the order of its samples is made.
     """
-    check_state(state, "the state")
+    saved = parse_state(state, "the state", OWN_LOADER)
     with reading_state("the state's entry made_from"):
-        return _restored(state, state["made_from"], url, storage_options or {})
+        return _restored(saved, saved.made_from, url, storage_options or {})
 
 
-def _restored(
-    state: Mapping[str, Any], made: Mapping[str, Any], url: str | None, options: Mapping[str, Any]
-) -> Restored:
+def _restored(state: State, made: Mapping[str, Any], url: str | None, options: Mapping[str, Any]) -> Restored:
     why = made.get("why") or made["sampler"].get("why")
     if why is not None:
         raise ArgumentError(
@@ -111,19 +110,21 @@ def _restored(
     texts = [why for why in (made["no_images"], made["dataset"].get("why")) if why is not None]
     if not all(isinstance(text, str) for text in (*notes, *texts, *made["dataset"].get("withheld", ()))):
         raise ValueError("a reason that is no text")
-    dataset, missing = _open_dataset(made["dataset"], state["length"], url, options, notes)
+    if state.length is None:
+        raise ValueError("no length")
+    dataset, missing = _open_dataset(made["dataset"], state.length, url, options, notes)
     if missing is not None and len(dataset) > _MOST_MISSING:
         raise ArgumentError(f"the state says that there are {len(dataset):,} samples, and {missing}")
     generator = torch.Generator() if made["generator"] else None
     arguments = {
         "dataset": dataset,
-        "batch_size": state["batch_size"],
-        "sampler": _new_sampler(made["sampler"], dataset, state["num_replicas"], generator),
+        "batch_size": state.batch_size,
+        "sampler": _new_sampler(made["sampler"], dataset, state.num_replicas, generator),
         "drop_last": made["drop_last"],
         "generator": generator,
         "batch_transform": _new_normalize(made["batch_transform"]),
         "on_error": made["on_error"],
-        "seed": state["seed"],
+        "seed": state.seed,
     }
     no_images = made["no_images"]
     own = "its batch_transform= is a function of the training" if made["batch_transform"] == {} else None
@@ -152,7 +153,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     if loader.decode != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
-    if cache is not None and getattr(cache, "mode", "raw") in ("shrunk", "decoded"):
+    if isinstance(cache, Cache) and not cache.codec.lossless:
         notes.append(f"the run's cache kept smaller images (mode {cache.mode!r}): pixels here are finer")
     if getattr(dataset, "target_transform", None) is not None:
         notes.append("labels here are the class indices, which the run's target_transform= gets")
@@ -163,8 +164,8 @@ def _dataset(dataset: Any) -> _Json:
     kind = type(dataset)
     if kind not in _DATASETS.values():
         return {"why": f"its dataset is a {kind.__qualname__}"}
-    if own_samples(dataset) is not None:
-        return {"why": f"its samples are made by {own_samples(dataset)}"}
+    if override_of(dataset) is not None:
+        return {"why": f"its samples are made by {override_of(dataset)}"}
     if dataset.keys_given:
         return {"why": "its dataset was given keys=, which the state does not contain"}
     listing, store = dataset.listing(), dataset.store()

@@ -4,7 +4,7 @@
      ReadAhead            rows in a slot                                ErrorPolicy       Collation
                           SampleReader: sample objects, for other datasets
 
-A dataset needs only what torch requires. A `RowDataset` is prefetched and writes its rows straight into the
+A dataset needs only what torch requires. One over a store is prefetched and writes its rows straight into the
 batch. A subclass with a `__getitem__` of its own is prefetched, and asked for its samples.
 """
 
@@ -22,6 +22,7 @@ from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
+from fastload.order.state import DatasetState
 from fastload.workers.collate import Collation, tell_mismatch
 from fastload.workers.on_error import ErrorPolicy
 from fastload.workers.protocol import EpochStart, WorkerSetup
@@ -215,7 +216,7 @@ class BatchMaker(BatchSource):
 
     # --- what a process reports, and its end
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> DatasetState | dict[str, Any] | None:
         return self._stream if self._streamed else dataset_state(self._dataset, None)
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from fastload.datasets.protocols import Allocate
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import limit_payloads
+from fastload.order.state import WorkerState
 from fastload.workers.batch import open_source
 from fastload.workers.collate import note_sample
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
@@ -135,7 +136,7 @@ class ThisProcess(Workers):
         if not self._work:
             self._source.flush_cache()  # a dataset that is not read ahead shows its last batch only now
 
-    def take_up(self, position: dict[str, Any] | None) -> Any:
+    def take_up(self, position: WorkerState | None) -> Any:
         self._source.resume(position)
         return copy.deepcopy(self._source.state())
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastload.datasets.protocols import RowErrors, RowRequests
-from fastload.datasets.substitutes import substitutes
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import (
     FastloadError,
     NotFoundError,

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
+from fastload.order.state import WorkerState
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.slot_memory import PackedBatch, anonymous_file
 from fastload.workers.witness import Witness
@@ -51,7 +52,7 @@ class WorkerSetup:
     threads: int
     batch_size: int
     memory_limit: MemoryLimit | None
-    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset
+    positions: list[WorkerState] | None  # where each worker resumes the dataset
 
 
 class EpochStart(NamedTuple):

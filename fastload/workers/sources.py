@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,47 +18,48 @@ from fastload.datasets.protocols import SampleStream
 from fastload.datasets.wrappers import fastload_datasets, inner_datasets, view_of
 from fastload.metrics.counters import Counters
 from fastload.metrics.torch_private import IterableFetcher
-from fastload.order.order import is_stateful
+from fastload.order.samplers import is_stateful
+from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.protocol import EpochStart, WorkerSetup
 from fastload.workers.witness import Witness
 
 
-def dataset_state(dataset: Any, fetcher: Any) -> dict[str, Any] | None:
-    """The state of a dataset and of the iterator that `fetcher` has over it; None without one."""
+def dataset_state(dataset: Any, fetcher: Any) -> DatasetState | None:
+    """Return the state of a dataset and of the iterator that `fetcher` has over it; None without one."""
     iterator = getattr(fetcher, "dataset_iter", None)
     own = is_stateful(dataset) and iterator is not dataset
     if not own and not is_stateful(iterator):
         return None
-    return {
-        "dataset": dataset.state_dict() if own else None,
-        "iterator": iterator.state_dict() if iterator is not None and is_stateful(iterator) else None,
-        "ended": getattr(fetcher, "ended", False),
-    }
+    return DatasetState(
+        dataset=dataset.state_dict() if own else None,
+        iterator=iterator.state_dict() if iterator is not None and is_stateful(iterator) else None,
+        ended=getattr(fetcher, "ended", False),
+    )
 
 
-def load_dataset(dataset: Any, saved: Mapping[str, Any] | None) -> None:
-    """First step of resuming: the dataset's own state, before an iterator over it is made."""
-    if saved is not None and saved["state"] is not None and saved["state"]["dataset"] is not None:
-        dataset.load_state_dict(saved["state"]["dataset"])
+def load_dataset(dataset: Any, saved: WorkerState | None) -> None:
+    """Load the dataset's own state, before an iterator over it is made: the first step of resuming."""
+    if saved is not None and saved.state is not None and saved.state.dataset is not None:
+        dataset.load_state_dict(saved.state.dataset)
 
 
-def resume_fetcher(fetcher: Any, saved: Mapping[str, Any] | None, batch_size: int) -> None:
-    """Second step: move the iterator of torch's fetcher over an iterable dataset to the saved position.
+def resume_fetcher(fetcher: Any, saved: WorkerState | None, batch_size: int) -> None:
+    """Move the iterator of torch's fetcher over an iterable dataset to the saved position: the second step.
 
     An iterator without a state is moved by drawing and dropping samples.
     """
     if saved is None:
         return
-    state = saved["state"]
-    if state is not None and state["iterator"] is not None:
-        fetcher.dataset_iter.load_state_dict(state["iterator"])
-    if saved["fresh"]:
+    state = saved.state
+    if state is not None and state.iterator is not None:
+        fetcher.dataset_iter.load_state_dict(state.iterator)
+    if saved.fresh:
         if state is not None:
             fetcher.dataset_iter = iter(fetcher.dataset)
         return
     if state is None:
-        deque(itertools.islice(fetcher.dataset_iter, saved["batches"] * batch_size), maxlen=0)
-    fetcher.ended = saved["ended"] or (state is not None and state["ended"])
+        deque(itertools.islice(fetcher.dataset_iter, saved.batches * batch_size), maxlen=0)
+    fetcher.ended = saved.ended or (state is not None and state.ended)
 
 
 class StreamOver(Exception):
@@ -156,7 +157,7 @@ class BatchSource:
         """
         raise NotImplementedError
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> DatasetState | dict[str, Any] | None:
         """Return the state of a stateful dataset, or of the stream after its last batch; None without one."""
         raise NotImplementedError
 
@@ -177,7 +178,7 @@ class BatchSource:
     def leave_out(self, samples: frozenset[int]) -> None:
         """Let these samples replace no bad ones from now on."""
 
-    def resume(self, position: dict[str, Any] | None) -> None:
+    def resume(self, position: WorkerState | None) -> None:
         """Move an iterable dataset to a saved position, see `dataset_state`; None: to its beginning."""
 
     def flush_cache(self) -> None:
@@ -217,7 +218,7 @@ class IterableSource(BatchSource):
         self._counters = BatchCounters(setup.dataset)
         self._fetcher = self._new_fetcher()
 
-    def resume(self, position: dict[str, Any] | None) -> None:
+    def resume(self, position: WorkerState | None) -> None:
         resume_fetcher(self._fetcher, position, self._setup.batch_size)
 
     def _new_fetcher(self) -> Any:
@@ -242,7 +243,7 @@ class IterableSource(BatchSource):
         self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
         return batch
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> DatasetState | None:
         return dataset_state(self._setup.dataset, self._fetcher)
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:

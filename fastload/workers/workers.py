@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fastload.order.state import WorkerState
 from fastload.workers.protocol import EpochStart, Failure
 from fastload.workers.witness import Witness
 
@@ -110,7 +111,7 @@ class Workers:
     def scale(self, workers: int, ahead: int) -> None:
         """Have at least so many workers. Each may make `ahead` batches ahead, where they are small."""
 
-    def take_up(self, position: dict[str, Any] | None) -> Any:
+    def take_up(self, position: WorkerState | None) -> Any:
         """Go to a place in an iterable dataset; return the state of the dataset there.
 
         Worker processes do so when they start.

@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 
 COUNT = 7
-NUMBERED = 24  # photos of one colour each, which tells their number: for tests/store/test_shapes.py
+NUMBERED = 24  # photos of one colour each, which tells their number: for tests/kinds.py
 
 
 def numbered(number: int) -> Image.Image:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import fastload.datasets.cache_choice as cache_choice
 from fastload import (
     ByEpoch,
     Cache,
@@ -30,7 +29,8 @@ from fastload import (
 )
 from fastload.cache.maintenance import measure_disk
 from fastload.cli.demo.photos import make_dataset
-from fastload.datasets.cache_choice import Costs, choose
+from fastload.datasets import cache_forecast
+from fastload.datasets.cache_forecast import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.jpeg_records import ROWS_MAGIC, is_dct
 from fastload.images import dct
@@ -60,10 +60,10 @@ IN_MEMORY = Costs(
 @pytest.mark.parametrize(
     ("change", "form", "words"),
     [
-        ({}, "dct", "0.50 ms of a core out of a 'dct' record, of 1.60 times the bytes, and 1.40 ms"),
+        ({}, "record", "0.50 ms of a core out of a 'dct' record, of 1.60 times the bytes, and 1.40 ms"),
         ({"left": 200 * 10**9}, "file", "would take 224 GB, which do not fit"),
         ({"left": 230 * 10**9}, "file", "do not fit"),  # but for an error of the forecast it would
-        ({"left": 200 * 10**9, "missing": 0.5}, "dct", ""),
+        ({"left": 200 * 10**9, "missing": 0.5}, "record", ""),
         ({"memory": 250 * 10**9}, "file", "would take 224 GB, more than memory holds"),
         ({"record": 1.3e-3}, "file", "1.30 ms"),
         ({"making": 2.0e-3}, "file", "to make the record takes 2.00 ms: too long for the first epoch"),
@@ -73,7 +73,7 @@ IN_MEMORY = Costs(
 def test_rule_weighs_room_memory_and_times(change: dict[str, Any], form: str, words: str) -> None:
     choice = choose(IN_MEMORY._replace(**change))
     assert choice.form == form and words in choice.why
-    assert choice.bytes == (224 if form == "dct" else 140) * 10**9
+    assert choice.bytes == (224 if form == "record" else 140) * 10**9
 
 
 # --- in a loader
@@ -105,7 +105,7 @@ def dct_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
     def set_time(seconds: float) -> None:
         monkeypatch.setattr(
-            cache_choice,
+            cache_forecast,
             "crop_seconds",
             lambda data: 0.02 * (seconds if is_dct(data) else 1.0),
         )
@@ -182,14 +182,14 @@ def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
     assert all(locks)
 
 
-@pytest.mark.parametrize(("form", "mode"), [("file", "raw"), ("dct", "dct")])
+@pytest.mark.parametrize(("form", "mode"), [("file", "raw"), ("record", "dct")])
 def test_forecast_of_bytes_is_right_within_5_percent(
     folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, form: str, mode: Any
 ) -> None:
     dct_is(0.3)
     made = []
-    monkeypatch.setattr(cache_choice, "choose", lambda costs: made.append(choose(costs)) or made[-1])
-    dataset = folder(Cache(tmp_path / "cache", size_limit=None if form == "dct" else "4MB"))
+    monkeypatch.setattr(cache_forecast, "choose", lambda costs: made.append(choose(costs)) or made[-1])
+    dataset = folder(Cache(tmp_path / "cache", size_limit=None if form == "record" else "4MB"))
     epoch(dataset)
     filled = folder(Cache(tmp_path / "filled", mode))
     epoch(filled)
@@ -206,7 +206,7 @@ def test_a_full_cache_gets_no_records_made(
     made = []
     monkeypatch.setattr(dct, "to_dct", lambda image, to_dct=dct.to_dct: made.append(1) or to_dct(image))
     # The choice of mode "auto" is as if all had fitted when it was made.
-    monkeypatch.setattr(cache_choice, "choose", lambda costs: choose(costs._replace(left=1 << 40)))
+    monkeypatch.setattr(cache_forecast, "choose", lambda costs: choose(costs._replace(left=1 << 40)))
     expected, _ = epoch(folder(None))
     dataset = folder(Cache(tmp_path / "cache", mode, size_limit="100kB"))
     for _ in range(2):

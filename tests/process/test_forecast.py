@@ -39,7 +39,8 @@ def forecast(photos: Path, dataset: ImageFolder, tmp_path: Path) -> Forecast:
         read = sum(probe.listing().size(index) for index in range(0, N, 3))
         probe.close()
     total = dataset.listing().total_bytes
-    return Forecaster(dataset.cache, len(dataset), total, dataset.contains).forecast(sizes, read)
+    forecaster = Forecaster(dataset.cache, dataset.cache.codec, total, dataset._share_kept, len(dataset))
+    return forecaster.forecast(sizes, read)
 
 
 @pytest.mark.parametrize("mode", ["raw", "dct", "shrunk", "decoded"])

@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.datasets.view import View
+from fastload.datasets.image_folder import ReadOnlyList
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
 from fastload.gpu.dali import why_no_dali
 from tests.faultserver import LIST, FaultServer
@@ -321,7 +321,7 @@ def test_a_random_target_transform_is_a_function_of_seed_epoch_and_index(folder:
 
 
 def test_the_text_of_a_million_samples_is_a_line() -> None:
-    view = View(1_000_000, lambda start, stop: list(range(start, stop)), "")
+    view = ReadOnlyList(1_000_000, lambda start, stop: list(range(start, stop)), "")
     assert repr(view) == "[0, 1, 2, ..., 999997, 999998, 999999] (1,000,000 items)"
 
 

@@ -24,8 +24,8 @@ from fastload.errors import StoreError, WorkerError
 from fastload.fetch.limits import ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.threads import ReadPool
-from fastload.loader.position import Progress
 from fastload.metrics.counters import Counters
+from fastload.order.position import Position
 from fastload.store.local import LocalStore
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
@@ -401,7 +401,7 @@ def test_interrupted_while_results_are_taken_in(monkeypatch: pytest.MonkeyPatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Progress, "began", interrupt)
+        patched.setattr(Position, "began", interrupt)
         for _ in range(8):
             next(iterator)
     with pytest.raises(WorkerError, match="start a new one"):

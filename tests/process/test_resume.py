@@ -24,7 +24,8 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 import fastload
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
-from fastload.loader.position import Progress
+from fastload.order.position import Position
+from fastload.order.state import State
 from fastload.workers.slots import SlotMap
 from tests.patience import wait_until
 
@@ -410,11 +411,12 @@ def test_prefetched_batches_are_not_seen(workers: int) -> None:
 def test_prefetched_batches_guard_removed_are_lost(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what is drawn counts instead of what is handed out."""
 
-    def position(self: Progress) -> dict[str, Any]:
-        return original(self) | {"batches": self.batches + len(self._due)}
+    def write(self: Position, state: State) -> None:
+        original(self, state)
+        state.batches += len(self._due)
 
-    original = Progress.position
-    monkeypatch.setattr(Progress, "position", position)
+    original = Position.write
+    monkeypatch.setattr(Position, "write", write)
     assert (seen_in_both(workers) == Counter(range(N))) == (workers == 0)
 
 

@@ -439,7 +439,7 @@ def test_batch_sampler_of_the_user_is_not_moved_and_gives_its_order_or_is_refuse
     if numbers is torch.Generator:
         assert answers == batches
     else:
-        assert all("does not give the order of epoch" in answer for answer in answers)
+        assert all("gives another order than in the run" in answer for answer in answers)
 
 
 @pytest.mark.parametrize("owner", ["loader", "sampler"])

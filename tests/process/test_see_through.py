@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -276,39 +275,6 @@ def test_negative_indices_of_a_concat_are_those_of_torch_and_others_are_bad_samp
     for index in (20, -21):
         with pytest.raises((IndexError, ValueError), match="out of range for 20 samples"):
             list(DataLoader(dataset, 3, sampler=[0, index]))
-
-
-@pytest.mark.parametrize("mode", ["raw", "decoded"])
-def test_wrapper_with_a_cache_resumes_in_the_middle_with_other_workers_and_sees_each_sample_once(
-    opened: Any, tmp_path: Path, mode: Any
-) -> None:
-    def made(name: str) -> Any:
-        cache = Cache(tmp_path / "cache", mode)
-        parts = [opened(part, to_tensor if mode == "decoded" else None, cache=cache) for part in "ab"]
-        keys = [fastload.map(StackDataset(part, range(len(part))), _second) for part in parts]
-        return ConcatDataset([keys[0], Subset(fastload.map(keys[1], _from_100), range(8))])
-
-    every = Counter([*range(12), *range(100, 108)])
-    loader: Any = DataLoader(made("first"), 3, shuffle=True, num_workers=2, seed=4)
-    assert Counter(torch.cat(list(loader)).tolist()) == every
-    iterator = iter(loader)
-    before = [next(iterator) for _ in range(3)]
-    state = loader.state_dict()
-    del iterator
-    again: Any = DataLoader(made("second"), 3, shuffle=True, num_workers=1, seed=4)
-    again.load_state_dict(state)
-    after = list(again)
-    assert Counter(torch.cat([*before, *after]).tolist()) == every
-    counters = again.stats()["counters"]
-    assert counters["cache.hits"] == 11 and not counters.get("cache.misses")
-
-
-def _second(sample: Any) -> int:
-    return int(sample[1])
-
-
-def _from_100(number: int) -> int:
-    return 100 + number
 
 
 @pytest.mark.parametrize("wrap", [lambda part: ConcatDataset([part]), lambda part: fastload.map(part, tuple)])

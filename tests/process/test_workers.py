@@ -24,9 +24,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from fastload import DataLoader
+from fastload import ByEpoch, DataLoader, ObjectDataset
 from fastload.errors import WorkerError
-from fastload.metrics.counters import Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -292,7 +291,7 @@ def test_timeout_and_then_again() -> None:
 _ENDLESS = """
     import os, signal, sys, time
     import torch
-    from fastload import DataLoader
+    from fastload import ByEpoch, DataLoader, ObjectDataset
     from tests.loaderdata import At, Numbers
 
     loader = DataLoader(Numbers(10**6, At(40, "sleep", 600)), num_workers=2,
@@ -484,7 +483,7 @@ def test_small_dev_shm() -> None:
         pytest.skip("needs root for a mount of its own")
     body = """
         import torch
-        from fastload import DataLoader
+        from fastload import ByEpoch, DataLoader, ObjectDataset
         from tests.loaderdata import Numbers
 
         def large(i):
@@ -585,7 +584,7 @@ def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interpreter_exit_with_a_live_iterator() -> None:
     body = """
-        from fastload import DataLoader
+        from fastload import ByEpoch, DataLoader, ObjectDataset
         from tests.loaderdata import Numbers, picture
         held = {"batches": []}
         held["self"] = held  # a cycle
@@ -601,7 +600,7 @@ def test_interpreter_exit_with_a_live_iterator() -> None:
 def test_without_main_guard_and_with_lambdas() -> None:
     body = """
         import torch
-        from fastload import DataLoader
+        from fastload import ByEpoch, DataLoader, ObjectDataset
         class Local:
             def __len__(self): return 6
             def __getitem__(self, i): return (lambda x: torch.tensor(x))(i)
@@ -630,7 +629,7 @@ def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
 
 _PRELOADING = """
     import multiprocessing, sys
-    from fastload import DataLoader
+    from fastload import ByEpoch, DataLoader, ObjectDataset
     from tests.loaderdata import Imported, identity
 
     if __name__ == "__main__":
@@ -765,7 +764,7 @@ def test_many_loaders_leave_nothing(workers: int, loaders: int) -> None:
 def test_few_descriptors_are_explained() -> None:
     body = """
         import os, resource
-        from fastload import DataLoader
+        from fastload import ByEpoch, DataLoader, ObjectDataset
         from tests.loaderdata import Numbers, numbered
         iterator = iter(DataLoader(Numbers(100, numbered), num_workers=1))
         next(iterator)
@@ -812,25 +811,19 @@ def test_a_worker_leaves_the_trainers_garbage_alone(
     assert list(tmp_path.iterdir()) == ([] if guarded else [tmp_path / "collected in a worker"])
 
 
-class FailsToStart(Numbers):
-    """A dataset that is read ahead, and whose epoch 1 cannot start."""
-
-    def prefetch(self, indices: Any) -> None: ...
-    def cancel(self, indices: Any) -> None: ...
-    def new_batch(self, n: int, allocate: Any) -> Any: ...
-    def fill(self, batch: Any, todo: Any, seed: int, epoch: int) -> Any: ...
-    def sample(self, batch: Any, row: int) -> Any: ...
-    def copy_row(self, batch: Any, target: int, source: int) -> None: ...
-
-    counters = Counters()
+class FailsToStart(ByEpoch):
+    """A transform whose epoch 1 cannot start."""
 
     def start_epoch(self, epoch: int) -> None:
         if epoch == 1:
             raise OSError("of epoch 1")
 
 
-def test_error_at_the_start_of_an_epoch_is_of_that_epoch_only() -> None:
-    loader: Any = DataLoader(FailsToStart(4), 2, num_workers=1, persistent_workers=True, collate_fn=list)
+def test_error_at_the_start_of_an_epoch_is_of_that_epoch_only(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / name).write_bytes(name.encode())
+    dataset = ObjectDataset(str(tmp_path), transform=FailsToStart({0: bytes}))
+    loader: Any = DataLoader(dataset, 2, num_workers=1, persistent_workers=True, collate_fn=list)
     first = list(loader)
     with pytest.raises(OSError, match="of epoch 1"):
         list(loader)

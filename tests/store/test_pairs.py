@@ -15,6 +15,7 @@ from PIL import Image
 import fastload
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, Cache, CenterCrop, DataLoader, RandomResizedCrop
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.images.rng import SampleRng
@@ -80,9 +81,9 @@ def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mod
     cache = None if mode == "none" else Cache(tmp_path / "cache", mode=mode, short_side=160)
     data = pairs(tmp_path / "data", [mask(width, width * 3 // 4)] * 12, cache=cache)
     for _ in range(1 if cache is None else 2):
-        batch = data.new_batch(12, ordinary)
-        assert data.fill(batch, [(row, row) for row in range(12)], 5, 0) == []
-        assert_cut_alike(batch["jpg"], batch["seg.png"])
+        batch = view_of(data).new_batch(12, ordinary)
+        assert view_of(data).fill(batch, [(row, row) for row in range(12)], 5, 0) == []
+        assert_cut_alike(batch.columns["jpg"], batch.columns["seg.png"])
         torch.manual_seed(0)
         samples = [data[index] for index in range(12)]
         assert_cut_alike(
@@ -124,7 +125,7 @@ def test_mask_of_other_proportions_is_an_error_that_names_both_sizes(tmp_path: P
     with pytest.raises(DecodeError, match=says) as caught:
         data[1]
     assert "x.tar @" in str(caught.value.key)
-    [(row, error)] = data.fill(data.new_batch(2, ordinary), [(0, 0), (1, 1)], 5, 0)
+    [(row, error)] = view_of(data).fill(view_of(data).new_batch(2, ordinary), [(0, 0), (1, 1)], 5, 0)
     assert row == 1 and says in str(error)
 
 
@@ -194,26 +195,6 @@ def test_decoding_of_masks_on_the_device_is_refused(tmp_path: Path) -> None:
     data = closing(fastload.ImageFolder(write(tmp_path, {"a/0.png": mask()}), CenterCrop(48, **MASK)))
     with pytest.raises(ArgumentError, match="decode='dali' does not work here: the device makes RGB"):
         DataLoader(data, 1, decode="dali")
-
-
-def test_pairs_train_with_workers_and_resume_with_another_number_of_them(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache", mode="shrunk", short_side=160)
-    data = pairs(tmp_path / "data", [mask()] * 40, cache=cache)
-    loader = DataLoader(data, 8, shuffle=True, num_workers=2, seed=3)
-    first = list(loader)
-    for batch in first:
-        assert (batch["jpg"][:, 0].float() - batch["seg.png"][:, 0] - 8).abs().max() <= 8 + NEAR
-    assert sorted(int(one) for batch in first for one in batch["cls"]) == list(range(40))
-    iterator = iter(loader)
-    seen = [next(iterator) for _ in range(2)]
-    state = loader.state_dict()
-    rest = list(iterator)
-    resumed = DataLoader(data, 8, shuffle=True, num_workers=1, seed=3)
-    resumed.load_state_dict(state)
-    again = list(resumed)
-    for ours, theirs in zip(again, rest, strict=True):
-        assert all(torch.equal(ours[name], theirs[name]) for name in ("jpg", "seg.png", "cls"))
-    assert sorted(int(one) for batch in [*seen, *again] for one in batch["cls"]) == list(range(40))
 
 
 def boxes(sample: dict[str, Any]) -> int:

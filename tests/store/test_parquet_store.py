@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from fastload.shards import reader
 from fastload.store import failures
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.parquetdata import TOTAL, files, parquet, table
-from tests.sharddata import CROP, at_random, batches, closing, labels, loader_of, read, write
+from tests.sharddata import CROP, at_random, batches, closing, labels, read, write
 from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
@@ -98,32 +97,6 @@ def test_failures_of_single_requests_are_retried() -> None:
         for key in files():
             server.script(key, Fault(status=503), None, Fault(cut_after=100), None)
         assert sorted(int(n) for _, batch in read(data) for n in batch["label"]) == list(range(TOTAL))
-
-
-@pytest.mark.parametrize(("workers", "other"), [(2, 0), (0, 2)])
-def test_epochs_fill_the_cache_and_resume_in_the_middle(tmp_path: Path, workers: int, other: int) -> None:
-    """A streamed epoch, interrupted, goes on with another number of workers; the next one needs no store."""
-    with FaultServer(files()) as server:
-        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache", shuffle_buffer=30)
-        loader = loader_of(data, workers)
-        running = iter(loader)
-        head = [next(running) for _ in range(9)]
-        state = json.loads(json.dumps(loader.state_dict()))
-        del running
-        resumed = loader_of(data, other)
-        resumed.load_state_dict(state)
-        assert sorted(numbers(head + list(resumed))) == list(range(TOTAL))
-        list(resumed)  # the first epoch, cut in two, may have left rows in flight
-        since = len(server.requests)
-        assert not data.must_stream()
-        running = iter(resumed)
-        head = [next(running) for _ in range(9)]
-        state = json.loads(json.dumps(resumed.state_dict()))
-        del running
-        third = loader_of(data, workers)
-        third.load_state_dict(state)
-        assert sorted(numbers(head + list(third))) == list(range(TOTAL))
-        assert len(server.requests) == since
 
 
 def test_many_readers_share_a_single_file(tmp_path: Path) -> None:

@@ -405,10 +405,10 @@ def test_false_numbers_of_a_state_take_no_memory(
     if "excluded" in entries:
         samples = {"": entries["excluded"]}
         excluded = {"epoch": 0, "step": 0, "ahead": [], "samples": samples}
-        state["exclusions"] = {"excluded": [excluded], "epochs": []}
+        state["exclusions"] = {"excluded": [excluded], "skipped": []}
     if "world" in entries:
-        for record in state["history"]["epochs"]:
-            record["segments"][0]["replicas"] = entries["world"]
+        for order in state["history"]:
+            order["replicas"] = entries["world"]
         arguments += ["--rank", "all"]
     result = run(write(tmp_path / "state.json", state), *arguments)
     assert isinstance(result.exception, SystemExit | None) and why in result.stderr, result.output

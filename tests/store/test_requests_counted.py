@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload import DataLoader, ObjectDataset, TarDataset
 from fastload.cli.app import app
+from fastload.datasets.wrappers import view_of
 from fastload.metrics.exporters import COUNTERS
 from fastload.store import open_store
 from tests.faultserver import LIST, Fault, FaultServer
@@ -116,8 +117,8 @@ def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultSer
     dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
     assert dataset[1] == 1
     other = pickle.loads(pickle.dumps(dataset))
-    assert other[2] == 2 and dataset.budget is not None
-    assert (dataset.budget.spent().gets, other.budget.spent().gets) == (1, 2)
+    assert other[2] == 2 and view_of(dataset).budget() is not None
+    assert (view_of(dataset).budget().spent().gets, view_of(other).budget().spent().gets) == (1, 2)
 
 
 OWN_PRICES = 'currency = "EUR"\nget = 1000\nlist = 1\negress = 1000\n'

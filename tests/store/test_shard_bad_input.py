@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     DecodeError,
 )
@@ -68,11 +69,13 @@ def test_damage_is_an_error_with_shard_and_offset_and_costs_no_more_than_it_must
         for state in data.plan_streams(2, seed=1, epoch=0, shuffle=True, rank=0, ranks=1):
             stream = data.open_stream(state)
             while ids := stream.take(8):
-                batch = data.new_batch(len(ids), ordinary)
-                failed = dict(data.fill(batch, list(enumerate(ids)), 0, 0))
+                batch = view_of(data).new_batch(len(ids), ordinary)
+                failed = dict(view_of(data).fill(batch, list(enumerate(ids)), 0, 0))
                 bad += [str(error) for error in failed.values()]
                 assert all(isinstance(error, DecodeError) for error in failed.values())
-                good += [int(n) for row, n in enumerate(batch[LABEL[kind]].tolist()) if row not in failed]
+                good += [
+                    int(n) for row, n in enumerate(batch.columns[LABEL[kind]].tolist()) if row not in failed
+                ]
             stream.close()
         assert len(good) == len(set(good)) and 5 not in good and set(good) < set(range(TOTAL))
         assert set(range(6, 40)) <= set(good), "what follows a bad record is read"
@@ -82,7 +85,9 @@ def test_damage_is_an_error_with_shard_and_offset_and_costs_no_more_than_it_must
         assert data.counters["bad.bytes"] > 3000
         data.flush_cache()
         assert len(data) == len(good) + 3
-    random_access = data.fill(data.new_batch(len(data), ordinary), [(i, i) for i in range(len(data))], 0, 0)
+    random_access = view_of(data).fill(
+        view_of(data).new_batch(len(data), ordinary), [(i, i) for i in range(len(data))], 0, 0
+    )
     assert [str(error) for _, error in random_access] == sorted(bad)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fastload.datasets.wrappers import view_of
 from fastload.errors import DecodeError
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import COUNTS, CROP, KINDS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
@@ -44,10 +45,10 @@ def epoch(data: Any) -> tuple[list[int], list[str]]:
 
 def filled(data: Any, ids: list[int]) -> tuple[list[int], list[str]]:
     name = "cls" if type(data).__name__ == "TarDataset" else "label"
-    batch = data.new_batch(len(ids), ordinary)
-    failed = dict(data.fill(batch, list(enumerate(ids)), 0, 0))
+    batch = view_of(data).new_batch(len(ids), ordinary)
+    failed = dict(view_of(data).fill(batch, list(enumerate(ids)), 0, 0))
     assert all(isinstance(error, DecodeError) for error in failed.values())
-    numbers = batch[name].tolist() if name in batch else []
+    numbers = batch.columns[name].tolist() if name in batch.columns else []
     good = [int(one) for row, one in enumerate(numbers) if row not in failed]
     return good, [str(error) for error in failed.values()]
 

@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.columns import as_batch, copy_value, new_column, put_value
+from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     ArgumentError,
     DecodeError,
@@ -356,7 +357,10 @@ def failures_of(url: str, transform: Any) -> list[str]:
     stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
     ids = stream.take(9)
     stream.close()
-    return [str(error) for _, error in data.fill(data.new_batch(9, ordinary), list(enumerate(ids)), 0, 0)]
+    return [
+        str(error)
+        for _, error in view_of(data).fill(view_of(data).new_batch(9, ordinary), list(enumerate(ids)), 0, 0)
+    ]
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("P", True), ("L", True), ("RGB", False)])

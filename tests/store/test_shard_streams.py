@@ -12,7 +12,7 @@ import torch
 
 from fastload import Cache
 from fastload.cli.demo.s3_server import serve_s3
-from fastload.datasets.protocols import RowDataset, StreamDataset
+from fastload.datasets.protocols import StreamDataset
 from fastload.errors import (
     ArgumentError,
     ObjectChangedError,
@@ -55,7 +55,7 @@ def test_streams_give_every_record_once(
 ) -> None:
     url = write(tmp_path, shards(kind, end=end))
     data = closing(dataset(kind, f"{url}/*", transform=CROP, cycle_length=3, shuffle_buffer=50))
-    assert isinstance(data, StreamDataset) and isinstance(data, RowDataset) and data.must_stream()
+    assert isinstance(data, StreamDataset) and data.must_stream()
     orders = []
     for workers, ranks in ((1, 1), (3, 2), (9, 1)):
         found = read(data, workers=workers, ranks=ranks, shuffle=shuffle)

@@ -30,6 +30,7 @@ from fastload import (
     fuse,
 )
 from fastload.datasets.fingerprint import describe
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.images import decode_image, sample_seed
 from fastload.images.rng import SampleRng
@@ -340,8 +341,10 @@ def test_every_cache_mode_serves_it(folder: Path, tmp_path: Path, mode: str, com
 def test_rows_equal_samples_of_the_plain_transform(folder: Path) -> None:
     compose = v2.Compose([v2.Resize(60), v2.CenterCrop(48), *normalized(v2)])
     fused, plain = (ImageFolder(str(folder), one) for one in (fuse(compose), compose))
-    batch = fused.new_batch(24, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
-    assert batch is not None and fused.fill(batch, [(row, row) for row in range(24)], 0, 0) == []
+    view = view_of(fused)
+    rows = view.new_batch(24, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    assert rows is not None and view.fill(rows, [(row, row) for row in range(24)], 0, 0) == []
+    batch = view.finish_batch(rows)
     expected = default_collate([plain[index] for index in range(24)])
     assert type(batch[0]) is type(expected[0]) and torch.equal(batch[1], expected[1])
     assert (batch[0] - expected[0]).abs().mean() < 0.1, "JPEGs, decoded at half the size"

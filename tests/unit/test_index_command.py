@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
-from fastload.shards import indexing
+from fastload.shards import filling
 from fastload.shards.catalog import index_name
 from tests.sharddata import COUNTS, CROP, TOTAL, at_random, closing, dataset, jpeg, read, shard, shards, write
 from tests.sharddata import close_all as close_all
@@ -140,7 +140,7 @@ def test_interrupted_run_keeps_what_is_indexed_and_resumes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, shards(kind))
-    whole = indexing.Indexing.run
+    whole = filling.Indexing.run
 
     def stopped(self: Any, *arguments: Any) -> Any:
         for number, found in enumerate(whole(self, *arguments)):
@@ -149,7 +149,7 @@ def test_interrupted_run_keeps_what_is_indexed_and_resumes(
             yield found
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexing.Indexing, "run", stopped)
+        patched.setattr(filling.Indexing, "run", stopped)
         document = run(tmp_path, code=130)
     assert document["interrupted"] and (document["indexed"], document["left"]) == (3, len(COUNTS) - 3)
     document = run(tmp_path)

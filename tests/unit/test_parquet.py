@@ -432,9 +432,9 @@ def test_missing_column_is_named(url: str) -> None:
         ParquetDataset(url, ("image", "target"))
     with pytest.raises(ArgumentError, match=r"decode names 'name'.*read are image, label"):
         ParquetDataset(url, ("image", "label"), decode={"name": len})
-    with pytest.raises(ArgumentError, match=r"transform names 'x'.*fields are image"):
+    with pytest.raises(ArgumentError, match=r"transform names 'x'.*sample has image"):
         ParquetDataset(url, "image", transform={"x": CROP})
-    with pytest.raises(ArgumentError, match=r"none of the columns label, name is binary"):
+    with pytest.raises(ArgumentError, match=r"none of label, name may be one"):
         ParquetDataset(url, ("label", "name"), transform=CROP)
 
 

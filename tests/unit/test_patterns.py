@@ -12,7 +12,8 @@ from fastload.cli.convert.sample_forms import member_key, split_name
 from fastload.formats.tar import sample_name
 from fastload.images.headers import jpeg_orientation
 from fastload.order.state import _CLASS
-from fastload.shards.urls import _INDEX_FILES, _KINDS, glob_pattern
+from fastload.shards.formats import FORMATS, title_of
+from fastload.shards.urls import _INDEX_FILES, glob_pattern
 from fastload.store.failures import StoreLocation, as_bucket, redacted
 
 _LARGEST = 1 << 20
@@ -29,8 +30,9 @@ def _globs(key: str) -> None:
 
 
 def _shard_names(key: str) -> None:
-    for ending, _, _ in _KINDS:
-        ending.fullmatch(key)
+    for form in FORMATS.values():
+        form.names_shard(key)
+    title_of(key)
     re.fullmatch(_INDEX_FILES, key, re.DOTALL)
 
 
@@ -71,7 +73,8 @@ CASES: tuple[tuple[Callable[[str], Any], tuple[str, ...]], ...] = (
     (redacted, ("a", "?", "?a=", "://", "a.b-")),
     (lambda text: as_bucket(f"https://s3{text}.example.com/"), ("-a", ".s3", "-", ".a-", ".s3-a")),
     (_globs, ("a", "/", "a/", "ab", "a/a")),
-    (_shard_names, (".tar", ".mds", ".", "a", ".tfrec")),
+    (_shard_names, (".tar", ".mds", ".", "a", ".tfrec", ".tfrec-", ".tfrec-/", "-00000-of-00001", "1")),
+    (_shard_names, ("chunk-1-1", "chunk-1-1.a", "chunk-1-1/")),
     (sample_name, ("a", "/", ".", "a/", "./", "a.", "/a.b/", "__MACOSX")),
     (split_name, ("a", ".", "/", ".a/")),
     (member_key, (" ", "__MACOSX/", "/", "../", "a")),

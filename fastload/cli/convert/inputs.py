@@ -224,7 +224,6 @@ class _ShardsInput:
                 FORMATS[self.kind].splitter,
                 ahead=ahead,
                 pool=pool,
-                counters=Counters(),
                 ordinal=ordinal,
                 offset=offset or 0,
             )

@@ -23,7 +23,7 @@ from fastload.errors import DecodeError
 from fastload.formats.pieces import Record
 from fastload.formats.tfrecord import read_example
 from fastload.images.heif import sniff_boxes
-from fastload.shards.record_source import record_name
+from fastload.shards.records import record_name
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}

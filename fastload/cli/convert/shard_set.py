@@ -304,7 +304,6 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
         FORMATS[shards.form.kind].splitter,
         ahead=ReadAhead.of(_READ_AHEAD, 1),
         pool=pool,
-        counters=Counters(),
         on_piece=hash_piece,
     )
     try:

@@ -20,7 +20,6 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-MODES = ("auto", "raw", "dct", "shrunk", "decoded")
 RECORD_BYTES = 200  # header and padding of a record, and its place in the index
 WORKER_REQUESTS = 128
 NODE_REQUESTS = 1024

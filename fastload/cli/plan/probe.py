@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ import numpy as np
 
 import fastload
 from fastload.cache import Cache
+from fastload.cache.codecs import CODECS, CacheCodec, Images
 from fastload.cache.maintenance import Disk, measure_disk
 from fastload.cli.data_source import FOLDER, SourceOptions, encoded_image, open_encoded
 from fastload.cli.plan.model import Data, Mode, Streaming
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.fetch.limits import SETTINGS
 from fastload.fetch.threads import ReadPool
-from fastload.images import decode_resized, shrink
-from fastload.images.dct import available, to_dct, with_rows
+from fastload.formats.sample import dump, load
+from fastload.images.dct import with_rows
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.catalog import ShardList
@@ -33,8 +35,7 @@ from fastload.store import Store
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
-ON_THE_WAY = 0.25  # of the time of an index by itself
-LOSSLESS = ("auto", "raw", "dct")  # their records grow with the objects
+ON_THE_WAY = 0.25  # of the time of an index by itself: mode auto leaves it to the first crop
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
 
 LEAST_SECONDS = 1e-6  # that a measurement takes, also by a clock that stood still
@@ -156,37 +157,33 @@ def probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
     """Bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
-    side, quality = cache["short_side"], cache["quality"]
-    shrunk, shrink_cpu = timed(lambda data: shrink(data, side, quality), payloads)
-    pixels, decode_cpu = timed(lambda data: decode_resized(data, side), payloads)
-    if not shrunk or not pixels:
-        shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
-        raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
-    # Mode auto keeps a file with an index of its rows at least, which the first crop makes on the way.
-    indexed, index_cpu = timed(with_rows, payloads)
-    lossless: list[tuple[str, list[Any], float]] = [
-        ("auto", indexed, index_cpu * ON_THE_WAY),
-        ("raw", payloads, 0.0),
-    ]
-    if available():
-        lossless.append(("dct", *timed(to_dct, payloads)))
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
-    for name, samples, prepare_cpu in (
-        *lossless,
-        ("shrunk", shrunk, shrink_cpu),
-        ("decoded", pixels, decode_cpu),
-    ):
-        sizes = [sample.nbytes if isinstance(sample, np.ndarray) else len(sample) for sample in samples]
-        stored = sum(sizes) / len(sizes)
+    for kind in CODECS.values():
+        codec = kind(cache["short_side"], cache["quality"]).for_images(Images.CROPPED)
+        if not isinstance(codec, kind):  # not available here
+            continue
+        records, encode_cpu = timed(partial(_record, codec), payloads)
+        samples = [codec.open(load(one) if codec.packs else one) for one in records]
+        if not samples:
+            _record(codec, payloads[0])  # raises the reason: damage, or a format that needs Pillow
+            raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
+        stored = sum(map(len, records)) / len(records)
         batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
         _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
-        grown = stored * scale if name in LOSSLESS else stored
-        modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
+        grown = stored * scale if codec.lossless else stored
+        prepare_cpu = 0.0 if codec.keeps_bytes else encode_cpu * (ON_THE_WAY if codec.chooses else 1)
+        modes[codec.mode] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
+
+
+def _record(codec: CacheCodec, image: bytes) -> Any:
+    """Return the record of an image in a cache."""
+    kept = with_rows(image) if codec.chooses else codec.encode(image)  # what it keeps at least
+    return dump(kept) if codec.packs else kept
 
 
 def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
@@ -340,8 +337,7 @@ def _read_shards(
     """
     pool = ReadPool(_AT_ONCE, Counters())
     readers = [
-        ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool, counters=Counters())
-        for shard in chosen
+        ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool) for shard in chosen
     ]
     machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
     sizes, images, going = list[int](), list[bytes](), list(readers)

@@ -12,135 +12,66 @@ from __future__ import annotations
 
 import pickle
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
 from fastload.datasets.pairs import always_fused
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.formats.tar import read_sample
-from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.crop import is_fused
-from fastload.images.decode import Oriented, decode_pil
+from fastload.images.decode import decode_pil
+
+NAME_IT = "name the image in fields=, without a function for it in decode="  # of a transform that lacks one
 
 
-class ExampleFields:
-    """Features of a tf.train.Example.
+class RecordFields(ABC):
+    """The named fields of a record, in one shape for all formats. See `Fields`.
 
-    Args:
-        features: see `Spec`.
-        images: the features that are encoded images; None: the only one of type bytes.
-        lacking: whether an Example may lack any of the features, which its fields then lack too.
+    Attributes:
+        shape: of a sample, which names fields; None: a sample is a dict of them.
+        optional: the names of the fields that may be None.
     """
 
-    def __init__(self, features: Spec, images: list[str] | None, *, lacking: bool = False) -> None:
-        check_spec(features)
-        self._features = dict(features)
-        self._lacking = lacking
-        single = [name for name, kind in features.items() if kind is bytes]
-        self._images = images if images is not None else single if len(single) == 1 else []
-        for name in self._images:
-            if self._features.get(name) is not bytes:
-                raise ArgumentError(
-                    f"transform names {name!r} as an image, and features has it as "
-                    f"{self._features.get(name)!r}: write features={{{name!r}: bytes, ...}}"
-                )
+    shape: Shape | None = None
+    optional: frozenset[str] = frozenset()
 
     @property
+    @abstractmethod
     def key(self) -> str:
-        return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
 
-    def needs_files(self, transform: Any) -> bool:
-        return not always_fused(self._images, transform)  # else a sample has an image's bytes
-
+    @abstractmethod
     def split(self, payload: memoryview) -> dict[str, Any]:
-        return parse_example(payload, self._features, lacking=self._lacking)
+        """Return the fields of a record, as they lie in it.
 
-    def names(self, payload: memoryview) -> list[str]:
-        return list(read_example(payload))
+        Raises:
+            DecodeError: it is no record of this format.
+        """
 
-    def is_image(self, name: str) -> bool:
-        return name in self._images
-
+    @abstractmethod
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        return self._images
+        """Return the names of the fields that are encoded images."""
 
+    @abstractmethod
     def open(self, name: str, value: Any) -> Any:
-        return bytes(value) if isinstance(value, memoryview) else value
+        """Return the value in a sample of a field that is no image.
+
+        Raises:
+            DecodeError: its bytes are not of its kind, or its kind is refused.
+        """
 
     def open_image(self, value: Any) -> Any:
-        if isinstance(value, Oriented):
-            return value.pixels
-        return bytes(value) if isinstance(value, memoryview) else value
-
-
-class MemberFields:
-    """Members of a tar shard's sample.
-
-    Args:
-        decoders: extension -> function of its bytes; they replace the built-in ones.
-        unsafe: unpickle .pyd, .pkl, .pickle, .pth and .pt, which can run any code.
-    """
-
-    def __init__(self, decoders: Mapping[str, Callable[[bytes], Any]], *, unsafe: bool) -> None:
-        for name, function in decoders.items():
-            refuse_class(f"decode[{name!r}]", function)
-        self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
-        self._unsafe = unsafe
-        self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
-
-    def __fingerprint__(self) -> Any:
-        """All but the memory of the last sample: see `datasets.fingerprint`."""
-        return self._decoders, self._unsafe
-
-    @property
-    def key(self) -> str:
-        return repr(sorted(self._decoders))
-
-    def needs_files(self, transform: Any) -> bool:
-        return False
-
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        key, members = read_sample(payload)
-        if "__key__" in members:
-            raise DecodeError(
-                f"sample {key!r} has a member '__key__': this name is taken by the key of the sample"
-            )
-        return {"__key__": key, **members}
-
-    def names(self, payload: memoryview) -> list[str]:
-        return list(read_sample(payload)[1])
-
-    def is_image(self, name: str) -> bool:
-        return extension_of(name) in IMAGES and self._decoder(name) is None
-
-    def images(self, fields: Mapping[str, Any]) -> list[str]:
-        # Called twice a sample, and most samples have the same members.
-        names, last = tuple(fields), self._last  # reader threads share it
-        if names != last[0]:
-            last = self._last = names, [name for name in names if self.is_image(name)]
-        return last[1]
-
-    def open(self, name: str, value: Any) -> Any:
-        if name == "__key__":
-            return value
-        decoder = self._decoder(name)
-        if decoder is not None:
-            return decoder(bytes(value))
-        kind = extension_of(name)
-        if kind in PICKLES and not self._unsafe:
-            raise DecodeError(
-                f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust the "
-                f"author of the shards, or decode={{{name!r}: function}}"
-            )
-        return open_file(kind, value, f"member {name!r}")
-
-    def open_image(self, value: Any) -> Any:
+        """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
         return decode_pil(value)
 
-    def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
-        return self._decoders.get(name) or self._decoders.get(extension_of(name))
+    def needs_files(self, transform: Any) -> bool:
+        """Return whether samples need the files of images, where a cache has records of them."""
+        return False
+
+    @abstractmethod
+    def check(self, transform: Any) -> None:
+        """Raise `ArgumentError` unless the transform goes with these fields."""
 
 
 class Leaf(NamedTuple):
@@ -177,24 +108,22 @@ def shape_of(chosen: Any) -> Shape:
     return shape
 
 
-class _Splitting(Protocol):
-    """What `ChosenFields` needs beside `Fields`: `ExampleFields` and `MemberFields` have it."""
+class NamedFields(RecordFields):
+    """Fields that a record names itself, of which `fields=` may choose some."""
 
-    @property
-    def key(self) -> str: ...
-    def needs_files(self, transform: Any) -> bool: ...
-    def split(self, payload: memoryview) -> dict[str, Any]: ...
-    def open(self, name: str, value: Any) -> Any: ...
-    def open_image(self, value: Any) -> Any: ...
+    def check(self, transform: Any) -> None:
+        """Check nothing: each record has its own fields."""
 
+    @abstractmethod
     def names(self, payload: memoryview) -> list[str]:
-        """All that a record has, for errors."""
+        """Return the names of all that a record has, for errors."""
 
+    @abstractmethod
     def is_image(self, name: str) -> bool:
-        """Whether a field is an encoded image, by its name."""
+        """Return whether a field is an encoded image, by its name."""
 
 
-class ChosenFields:
+class ChosenFields(RecordFields):
     """The fields that `fields=` names, by the names of its leaves. No other field of a record is opened.
 
     A value is that of the record. Where alternatives are opened in different ways, it is (name, value). Where
@@ -204,15 +133,11 @@ class ChosenFields:
         fields: of the whole record.
         chosen: for `shape_of`.
 
-    Attributes:
-        shape: of a sample.
-        optional: the names of the leaves that may be None.
-
     Raises:
         ArgumentError: as `shape_of`; or a leaf has images and other kinds as alternatives.
     """
 
-    def __init__(self, fields: _Splitting, chosen: Any) -> None:
+    def __init__(self, fields: NamedFields, chosen: Any) -> None:
         self.shape = shape_of(chosen)
         self._fields = fields
         self._leaves = {name: Leaf.parse(text) for name, text in self.shape.leaves.items()}
@@ -230,27 +155,8 @@ class ChosenFields:
         )
 
     def check(self, transform: Any) -> None:
-        """Raise `ArgumentError` unless the transform goes with these fields."""
-        parts = transform if isinstance(transform, Mapping) else {}
-        for name in parts:
-            if name not in self._leaves:
-                raise ArgumentError(
-                    f"transform names {name!r}, and fields= has {', '.join(self._leaves)}: a leaf in a tuple "
-                    "is named by its first alternative, one in a dict by its key"
-                )
-        if is_fused(transform):
-            if len(self._images) != 1:
-                raise ArgumentError(
-                    f"the transform takes one image, and fields= has {', '.join(self._images) or 'none'}: "
-                    "name it, as in transform={'jpg': RandomResizedCrop(224)}"
-                )
-            parts = {self._images[0]: transform}
-        for name, part in parts.items():
-            if name in self.optional and is_fused(part):
-                raise ArgumentError(
-                    f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
-                    "cannot hold None: leave out the '?', or give transform= a function for it"
-                )
+        transforms = FieldTransforms(transform)
+        transforms.check(list(self._leaves), self._images, NAME_IT, optional=self.optional)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         found = self._fields.split(payload)
@@ -319,8 +225,8 @@ class Column(NamedTuple):
     may_be_image: bool = False
 
 
-class ColumnFields:
-    """See `Fields`.
+class ColumnFields(RecordFields):
+    """Columns that a dataset knows before it reads a record.
 
     Args:
         columns: name -> column.
@@ -350,6 +256,7 @@ class ColumnFields:
         *,
         opens_files: bool = False,
     ) -> None:
+        self.shape = shape
         self._opens_files = opens_files
         decoders = decode if isinstance(decode, Mapping) else {}
         self._split = split
@@ -364,6 +271,7 @@ class ColumnFields:
         self._openers: dict[str, Callable[[Any], Any]] = {}
         self._decoded = sorted(decoders)
         self._images: list[str] = []
+        self._possible: list[str] | None = None  # those that may be images; None: `decode` makes the sample
         if callable(decode):
             return
         for name, column in self._names.items():
@@ -386,6 +294,10 @@ class ColumnFields:
     @property
     def key(self) -> str:
         return repr((sorted(self._names.items()), self._decoded, self._images))
+
+    def check(self, transform: Any) -> None:
+        if self._possible is not None:
+            FieldTransforms(transform).check(list(self._names), self._possible, NAME_IT)
 
     def needs_files(self, transform: Any) -> bool:
         return self._opens_files and not always_fused(self._images, transform)
@@ -418,28 +330,11 @@ class ColumnFields:
         """Names of encoded images: by their kind, or because a fused transform takes them."""
         plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
+        self._possible = images or [name for name, column in plain.items() if column.may_be_image]
         if isinstance(transform, Mapping):
-            for name in transform:
-                if name not in self._names:
-                    raise ArgumentError(
-                        f"transform names {name!r}, and a sample has {', '.join(self._names)}"
-                    )
             fused = [name for name, part in transform.items() if is_fused(part)]
             return images + [name for name in fused if name not in images and name in plain]
-        if not is_fused(transform):
-            return images
-        images = images or [name for name, column in plain.items() if column.may_be_image]
-        if not images:
-            raise ArgumentError(
-                f"transform=... takes an image, and none of the columns {', '.join(self._names)} may be one: "
-                "name the image's column in fields=, without a function for it in decode="
-            )
-        if len(images) > 1:
-            raise ArgumentError(
-                f"the transform takes one image, and several columns may be one: {', '.join(images)}. Name "
-                f"it, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
-            )
-        return images
+        return self._possible if is_fused(transform) else images
 
 
 def check_decode(fields: Any, decode: Any) -> None:
@@ -447,5 +342,5 @@ def check_decode(fields: Any, decode: Any) -> None:
     if fields is not None and callable(decode):
         raise ArgumentError(
             "fields= and a function as decode= both say what a sample is: leave one out, or pass "
-            "decode={column: function of its bytes}"
+            "decode={field: function of its bytes}"
         )

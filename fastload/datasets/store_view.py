@@ -1,0 +1,226 @@
+"""A dataset over a store as the loader reads it: read ahead, and written into the rows of a batch.
+
+    rows of a batch ─▶ their records lie in the cache ─▶ one call of the kernel makes all of them
+                        └─ no ─▶ prefetcher ─▶ payloads, as they come ─▶ values ─▶ SampleBuilder
+
+The kernel makes rows alone where a sample is one image and no code of the user has a part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.payloads import keep
+from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests
+from fastload.datasets.samples import RowBatch, Todo
+from fastload.datasets.store_dataset import StoreDataset, override_of
+from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.images.rng import mix_all, sample_seed, sample_seeds
+from fastload.store.budget import RequestBudget
+
+# Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
+# starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
+# the interpreter's code out of these, and Python then takes twice as long for the next samples.
+_CHUNK, _CHUNK_BYTES = 8, 3 << 20
+
+
+class StoreView(PlainView):
+    """A `StoreDataset` as the loader reads it: read ahead, and written into the rows of a batch."""
+
+    reads_ahead = True
+    dataset: StoreDataset
+
+    def __init__(self, dataset: StoreDataset) -> None:
+        super().__init__(dataset)
+        self.override = override_of(dataset)
+        self.uses_all = self.override is None
+
+    def leaves(self) -> Iterator[StoreDataset]:
+        yield self.dataset
+
+    def start_epoch(self, epoch: int) -> None:
+        self.dataset._builder.start_epoch(epoch)
+
+    def made_by_kernel(self) -> bool:
+        return self.override is None and self.dataset._builder.made_by_kernel
+
+    def writes(self) -> bool:
+        return self.override is None and self.new_batch(1, ordinary_memory) is not None
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self.dataset.prefetch(indices)
+
+    def cancel(self, indices: list[Any]) -> None:
+        self.dataset.cancel(indices)
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        batch = None if self.override is not None else self.new_batch(len(indices), ordinary_memory)
+        if batch is None:
+            return super().prepare(indices, seed, epoch)
+        failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
+        return [
+            partial(reraise, failed[row]) if row in failed else partial(self.sample, batch, row)
+            for row in range(len(indices))
+        ]
+
+    # --- which samples these are
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        own_key = not type(self.dataset).key.__module__.startswith("fastload.")
+        return None if own_key else self.dataset.find(keys)
+
+    def key(self, index: Any) -> str | None:
+        return str(self.dataset.key(index))
+
+    def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        if self.override is not None:
+            return super().fingerprints(indices, seed, epoch, seeded=seeded)
+        dataset = self.dataset
+        records = dataset._records(indices)
+        numbers = dataset._identities(records) ^ np.uint64(dataset._crop_hash)
+        if seeded or dataset._builder.is_random:
+            numbers = numbers ^ sample_seeds(seed, epoch, records)
+        return mix_all(numbers + ONE)
+
+    def listed(self) -> tuple[str, str] | None:
+        return self.dataset._digests()
+
+    def changes_since(self, keys: str, versions: str) -> str:
+        listed = self.dataset._listed()
+        if listed is None or listed[1].digests == (keys, versions):
+            return ""
+        before = listed[0].holding(keys, versions)
+        return "" if before is None else listed[1].changes_since(before)
+
+    def budget(self) -> RequestBudget | None:
+        return self.dataset._budget
+
+    # --- rows straight into the batch
+
+    def form(self) -> Any:
+        return self.dataset._builder.structure
+
+    def new_batch(self, n: int, allocate: Allocate) -> RowBatch | None:
+        return self.dataset._builder.new_batch(n, allocate)
+
+    def fill(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        dataset = self.dataset
+        errors: RowErrors = []
+        dataset.counters.add("decode.samples", len(todo))
+        todo = self._fill_from_cache(batch, todo, seed, epoch)
+        builder = dataset._builder
+        begun = 0
+        while begun < len(todo):
+            chosen = Todo([], [], [], [], [])
+            payloads: list[Any] = []
+            held = 0
+            while begun < len(todo):
+                row, index = todo[begun]
+                record = None
+                try:
+                    record = dataset._record(index)
+                    full = len(chosen.rows) >= _CHUNK and not dataset._is_here(record)
+                    if held >= _CHUNK_BYTES or full:
+                        break
+                    payload = dataset._get(record)
+                    payloads.append(payload)
+                    chosen.values.append(dataset._restore(record, payload, readonly=True))
+                except dataset._row_errors as error:
+                    errors.append((row, dataset._named(error, record)))
+                else:
+                    chosen.rows.append(row)
+                    chosen.records.append(record)
+                    chosen.seeds.append(sample_seed(seed, epoch, record))
+                    held += _bytes_of(payload)
+                begun += 1
+            if chosen.rows:
+                if batch.encoded:
+                    chosen.keys.extend(map(dataset._name, chosen.records))
+                with dataset.counters.timed("decode"):
+                    failures = builder.fill(batch, chosen)
+                errors += [
+                    (chosen.rows[position], dataset._named(error, chosen.records[position]))
+                    for position, error in failures
+                ]
+            for payload in payloads:
+                keep(payload)
+        return errors
+
+    def _fill_from_cache(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowRequests:
+        """Let the kernel make rows from records of the cache, all in one call; return what is left to do."""
+        dataset, builder = self.dataset, self.dataset._builder
+        crop = builder.kernel_crop(batch)
+        if crop is None or dataset.cache is None:
+            return todo
+        rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]
+        places = dataset.cache.locate(dataset._keys.get().of(records))
+        here = places.here
+        if not here.any():
+            return todo
+        images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
+        seeds = sample_seeds(seed, epoch, records[here])
+        job = crop.begin_rows(images, rows[here], places.table, seeds, pixels=pixels, owner=places)
+        not_made, reading, decoding = job.finish()
+        made = ~np.isin(rows[here], not_made)
+        made_rows, made_records = rows[here][made].tolist(), records[here][made].tolist()
+        builder.note_made(batch, made_rows, made_records)
+        dataset.counters.merge({"cache.seconds": reading, "decode.seconds": decoding})
+        dataset.cache.count_hits(len(made_rows), int(places.table["length"][made].sum()))
+        prefetcher = dataset._prefetchers.peek()
+        if prefetcher is not None:
+            prefetcher.forget_made(made_records)
+        done = set(made_rows)
+        return [request for request in todo if request[0] not in done]
+
+    def sample(self, batch: RowBatch, row: int) -> Any:
+        return self.dataset._builder.row(batch, row)
+
+    def copy_row(self, batch: RowBatch, target: int, source: int) -> None:
+        self.dataset._builder.copy_row(batch, target, source)
+
+    def finish_batch(self, batch: RowBatch) -> Any:
+        return self.dataset._builder.finish(batch)
+
+    # --- images that leave the worker encoded, see `EncodedRows`
+
+    def encoded(self) -> EncodedRows | None:
+        return self if self.dataset._sends_encoded else None
+
+    def why_not_encoded(self, decode: str = "") -> str | None:
+        return self.dataset._why_not_encoded(decode)
+
+    def keep_raw(self) -> None:
+        dataset = self.dataset
+        codec = dataset._payloads.codec
+        if codec.chooses:
+            dataset.close()
+            dataset._set_payloads([dataset._payloads.with_codec(codec.without_choice())])
+
+    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
+        records = "torch" in self.dataset._payloads.codec.decoders
+        return self.dataset._builder.new_batch(n, allocate, encoded=True, records=records)
+
+    def finish_encoded_batch(self, batch: RowBatch) -> Any:
+        return self.finish_batch(batch)
+
+
+def _numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (rows, records) of the requests whose samples are among `count`."""
+    known = [
+        (row, index % count)
+        for row, index in todo
+        if isinstance(index, int | np.integer) and -count <= index < count
+    ]
+    rows, records = zip(*known, strict=True) if known else ((), ())
+    return np.array(rows, np.int64), np.array(records, np.int64)
+
+
+def _bytes_of(payload: Any) -> int:
+    """Return the bytes of a payload, or of those of several objects."""
+    return sum(map(len, payload)) if isinstance(payload, list) else len(payload)

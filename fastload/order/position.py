@@ -1,0 +1,279 @@
+"""How much of an epoch was delivered, and the order that it is delivered in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from fastload.order.exclusions import Edited, Filter
+from fastload.order.order import EpochOrder
+from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
+from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
+
+_END = object()
+
+
+class Streams(Protocol):
+    """An epoch that is read as streams."""
+
+    def delivered(self, stream: int, state: dict[str, Any] | None) -> None: ...
+
+    def ended(self, stream: int) -> None: ...
+
+    def state(self) -> StreamState: ...
+
+
+class GivenOut(NamedTuple):
+    """An index batch that was given out: its step, as the sampler gave it, and as a worker got it."""
+
+    step: int
+    index: Any
+    edited: Edited
+
+
+class _After(NamedTuple):
+    """What the position says once a batch is in the prefix; None: what it said before."""
+
+    sampler: SamplerState | None
+    check: int | None
+
+
+class Position:
+    """What one iteration has delivered. Plain data: it outlives its iterator, and pickles with its loader.
+
+    Args:
+        samplers: of the loader.
+        epoch: the loader's count of iterations, this one excluded.
+        iterable: the dataset is.
+        workers: one entry per worker, or one for this process.
+        streams: of an epoch that is read as streams, else None.
+        origin: what the order is made from, where a state has settled that before the epoch began.
+
+    Attributes:
+        order: of the epoch, from the step on where this iteration began.
+        batches: in the prefix of the order that was delivered.
+        ahead: batches delivered beyond it, which in_order=False allows.
+        sampler: its state after the prefix.
+        check: a sum over the indices of the prefix, of a checked order.
+        drawn: of a checked order: batches, and the sum over them.
+        steps_left_out: of those that were skipped, in the prefix.
+        filter: what is left out; None where samples have no index.
+    """
+
+    def __init__(
+        self,
+        samplers: Samplers,
+        epoch: int,
+        iterable: bool,
+        workers: list[WorkerState],
+        streams: Streams | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        self._samplers = samplers
+        self.unordered = iterable or streams is not None  # no sampler says what is read
+        self.streams = streams
+        self.workers = workers
+        self.next_worker = 0
+        self.finished = False
+        self.batches = 0
+        self.ahead: list[int] = []
+        self.sampler = samplers.state()
+        self.check: int | None = 0
+        self.drawn: tuple[int, int | None] = (0, 0)
+        self.steps_left_out = 0
+        self.filter: Filter | None = None
+        # A sampler of the user's own may draw in iter(), which comes next.
+        generators = samplers.generators() if samplers.user_defined else None
+        self.order = EpochOrder.begun(
+            samplers, epoch, 0, self.sampler, generators=generators, streamed=self.unordered
+        )
+        samplers.delivered(self.sampler)
+        self._settled = origin  # before the first index was drawn
+        self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
+        self._due: dict[int, GivenOut] = {}  # by ticket
+        self._skipped: set[int] = set()  # batches that were drawn, are left out, and wait for the prefix
+        self._after: dict[int, _After] = {}  # by batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"filter": None}
+
+    @property
+    def epoch(self) -> int:
+        """The loader's count."""
+        return self.order.epoch
+
+    @property
+    def base_seed(self) -> int:
+        """Of the workers, as torch drew it."""
+        return self.order.base_seed or 0
+
+    def resume(self, saved: State) -> None:
+        """Take up a position that was saved in the middle of this epoch."""
+        self.batches, self.ahead = saved.batches, list(saved.ahead)
+        self.sampler, self.check = saved.sampler, saved.check
+        self.drawn = (self.batches, self.check)
+        self.order = EpochOrder.begun(
+            self._samplers,
+            self.epoch,
+            self.batches,
+            self.sampler,
+            base_seed=saved.base_seed,
+            origin=saved.origin,
+            generators=saved.generators,
+            check=self.drawn,
+            streamed=self.unordered,
+        )
+        self._settled = None if saved.coming is None else saved.coming.origin
+        self._seeded_late = saved.num_workers == 0
+        self.next_worker = saved.next_worker if saved.num_workers == len(self.workers) else 0
+
+    def begin(self, base_seed: int, made: Iterator[Any], *, resumed: bool) -> Iterator[Any]:
+        """Return the index batches that are to be given out, from torch's iterator over the sampler.
+
+        Raises:
+            ArgumentError: a sampler without a state gives another order than in the run that was saved.
+        """
+        self.order = replace(self.order, base_seed=base_seed)
+        if resumed:
+            made = self.order.batches(self._samplers, self.batches, made=made, seeded_late=self._seeded_late)
+        return made if self.unordered else self._watched(made)
+
+    def _watched(self, index_batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the index batches, with note of each. The n-th of them has ticket n, from 0."""
+        samplers, passed, check, ticket = self._samplers, frozenset(self.ahead), self.check, 0
+        drawing = samplers.drawing()  # once: to ask for torch's default device takes microseconds
+        for number in itertools.count(self.batches):
+            with drawing:
+                if self.order.origin is None:
+                    index_batches = self._settle(index_batches)
+                index = next(index_batches, _END)
+            if index is _END:
+                break
+            if samplers.tracks_state:
+                state = replace(samplers.state(), over=samplers.is_cut_off(index))
+                self._after[number] = _After(state, None)
+            elif samplers.checked:
+                check = check_of([index], check)
+                self._after[number] = _After(None, check)
+                self.drawn = (number + 1, check)
+            if number in passed:
+                continue
+            edited = Edited(index, {}) if self.filter is None else self.filter(number, index)
+            if edited is None:
+                self._skipped.add(number)
+            else:
+                self._due[ticket] = GivenOut(number, index, edited)
+                ticket += 1
+                yield edited.index
+        self._after[-1] = _After(samplers.state(), None)
+
+    def _settle(self, index_batches: Iterator[Any]) -> Iterator[Any]:
+        """Settle what the order is made from, before its first index is drawn."""
+        samplers = self._samplers
+        origin = samplers.origin(self.epoch) if self._settled is None else self._settled
+        index_batches = samplers.begin(index_batches, origin)
+        generators = self.order.generators if samplers.user_defined else samplers.generators()
+        self.order = replace(self.order, origin=origin, generators=generators)
+        return index_batches
+
+    def given_out(self, ticket: int) -> GivenOut | None:
+        """Return what was given out with this ticket; None where it was delivered, or is skipped now."""
+        return self._due.get(ticket)
+
+    def edit(self, ticket: int, edited: Edited | None) -> None:
+        """Note that what was given out is edited before it is delivered; None: its step is skipped now."""
+        if edited is None:
+            self._skipped.add(self._due.pop(ticket).step)
+        else:
+            self._due[ticket] = self._due[ticket]._replace(edited=edited)
+
+    def began(self, worker_id: int = 0, state: DatasetState | None = None) -> None:
+        """Note the state of the dataset before anything was read from it in this epoch."""
+        worker = self.workers[worker_id]
+        if worker.fresh and state is not None:
+            worker.fresh, worker.state = False, state
+
+    def delivered(self, ticket: int, worker_id: int, state: Any) -> tuple[int, int]:
+        """Note that a batch reached the user, or the exception that it raised did.
+
+        Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
+
+        Returns:
+            (its step of the epoch, how many substitutes for excluded samples it has).
+        """
+        if self.streams is not None:
+            self.streams.delivered(worker_id, state)
+        else:
+            worker = self.workers[worker_id]
+            worker.batches, worker.fresh, worker.state = worker.batches + 1, False, state
+        if self.unordered:
+            self.batches += 1
+            return self.batches - 1, 0
+        given = self._due.pop(ticket)
+        self.ahead.append(given.step)
+        self._advance()
+        return given.step, len(given.edited.replaced)
+
+    def _advance(self, *, ended: bool = False) -> None:
+        """Move the prefix on over what was delivered, and over skipped batches before that.
+
+        Not over those after it, until the epoch has `ended`: they may be drawn or not, and states must not
+        depend on how far ahead this loader draws.
+        """
+        ahead, noted = self.ahead, self._samplers.tracks_state or self._samplers.checked
+        while self.batches in ahead or (self.batches in self._skipped and (ahead or ended)):
+            first = self.batches
+            if noted and first not in self._after:
+                break
+            if first in self._skipped:
+                self._skipped.remove(first)
+                self.steps_left_out += 1
+            else:
+                ahead.remove(first)
+            if noted:
+                after = self._after.pop(first)
+                self.sampler = after.sampler or self.sampler
+                self.check = after.check if self._samplers.checked else self.check
+            self.batches = first + 1
+        self._samplers.delivered(self.sampler)
+
+    def ended(self, worker_id: int, state: Any) -> None:
+        """Note that an iterable dataset, a worker's part of it, or the stream `worker_id` is at its end."""
+        if self.streams is not None:
+            self.streams.ended(worker_id)
+        else:
+            worker = self.workers[worker_id]
+            worker.ended, worker.fresh, worker.state = True, False, state
+
+    def finish(self) -> None:
+        """Note that the user was told that the iteration is over."""
+        if self.streams is not None and not self.finished:
+            self._samplers.start_epoch()
+        if not self.unordered and not self.finished:
+            self._advance(ended=True)
+        self.finished = True
+        if self._samplers.rewind():  # the last batch, where drop_last is set
+            self._after.clear()
+        end = self._after.get(-1)
+        self.sampler = self._samplers.state() if end is None or end.sampler is None else end.sampler
+
+    @property
+    def ran_on(self) -> bool:
+        """Workers may have read on from datasets with a state after the user had left."""
+        return not self.finished and any(worker.state is not None for worker in self.workers)
+
+    def write(self, state: State) -> None:
+        """Write into a state what is about an iteration which goes on."""
+        order = self.order
+        if order.origin is None and not self.unordered:
+            self._settled = self._settled or self._samplers.origin(self.epoch)
+            state.coming = Coming(None, self._settled)
+        state.begun, state.epoch = True, self.epoch
+        state.batches, state.ahead = self.batches, sorted(self.ahead)
+        state.sampler, state.check, state.origin = self.sampler, self.check, order.origin
+        # None: nothing was drawn from them yet.
+        state.generators = self._samplers.generators() if order.generators is None else order.generators
+        state.next_worker, state.base_seed, state.workers = self.next_worker, self.base_seed, self.workers
+        state.streams = None if self.streams is None else self.streams.state()

@@ -1,0 +1,328 @@
+"""Every kind of dataset keeps the same promises: those of `fastload.testing`, and more. See `tests.kinds`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch.utils.data import ConcatDataset, Subset
+
+import fastload
+from fastload import Cache, CenterCrop, DistributedSampler
+from fastload.cli.demo.s3_server import serve_s3
+from fastload.testing import DatasetTests, IterableDatasetTests
+from fastload.testing.contents import contents
+from tests.kinds import BAD, COUNT, KINDS, MODES, Kind, number, numbers, photo, photo_or_damage
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+Written = Callable[..., Path]
+BATCH = 4
+LOSSLESS = ("raw", "dct", "auto")
+INDEXED = [kind for kind in KINDS if not kind.streamed]
+AT_RANDOM = [kind for kind in INDEXED if kind.sources == 1]
+ALONE = [kind for kind in KINDS if not kind.wraps]
+WITH_IMAGES = [kind for kind in ALONE if kind.transform is not None]
+DAMAGED = [kind for kind in AT_RANDOM if kind.own_photos and kind.transform is not None]
+
+
+def of(kinds: list[Kind]) -> Any:
+    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.folder)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """(kind, damaged) -> the folder with its objects, which are written once."""
+    root = tmp_path_factory.mktemp("kinds")
+
+    def write(kind: Kind, *, damaged: bool = False) -> Path:
+        folder = root / ("damaged" if damaged else "whole") / kind.folder
+        if not folder.exists():
+            kind.write(folder, photo_or_damage if damaged else photo)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The storage options of a server whose bucket "bucket" has all kinds."""
+    root = tmp_path_factory.mktemp("s3")
+    for kind in KINDS:
+        kind.write(root / "bucket" / kind.folder, photo)
+    with serve_s3(root) as server:
+        yield dict(server.options)
+
+
+def at_random(dataset: Any, workers: int = 0, **options: Any) -> Any:
+    """A loader that reads by index, in the same shuffled order for every kind."""
+    sampler = DistributedSampler(dataset, 1, 0, seed=1)
+    return fastload.DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers, seed=3, **options)
+
+
+def in_order(dataset: Any) -> list[Any]:
+    """The batches of an epoch by index, unshuffled."""
+    return list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), seed=3))
+
+
+def flat(batches: Any) -> list[int]:
+    return [found for batch in batches for found in numbers(batch)]
+
+
+# --- epochs
+
+
+@of(KINDS)
+def test_two_epochs_from_s3_each_resumed_with_other_workers_have_each_sample_once(
+    kind: Kind, s3: dict[str, Any], tmp_path: Path
+) -> None:
+    """The first epoch fills the cache; the second reads it."""
+    wanted = Counter(dict.fromkeys(range(COUNT), kind.sources))
+
+    def resumed(state: Any, workers: int) -> Any:
+        dataset = kind.make(f"s3://bucket/{kind.folder}", cache=str(tmp_path / "cache"), storage_options=s3)
+        loader = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, seed=3)
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        return loader
+
+    state, orders = None, []
+    for workers, others in ((2, 3), (3, 1)):
+        loader = resumed(state, workers)
+        batches = iter(loader)
+        begun = flat([next(batches), next(batches)])
+        state = loader.state_dict()
+        del batches
+        loader = resumed(state, others)
+        orders.append(begun + flat(loader))
+        assert Counter(orders[-1]) == wanted
+        state = loader.state_dict()
+    assert orders[0] != orders[1]
+    counters = loader.stats()["counters"]
+    assert counters["cache.hits"] >= kind.sources * COUNT - len(begun), "the second epoch reads the cache"
+    assert not counters.get("get.samples")
+
+
+@of(INDEXED)
+def test_two_ranks_share_the_samples(kind: Kind, written: Written) -> None:
+    seen: Counter[int] = Counter()
+    for rank in range(2):
+        dataset = kind.make(written(kind))
+        new_sampler = fastload.MixtureSampler if kind.sources > 1 else DistributedSampler
+        sampler: Any = new_sampler(dataset, 2, rank)
+        seen.update(flat(fastload.DataLoader(dataset, BATCH, sampler=sampler)))
+    assert seen == Counter(dict.fromkeys(range(COUNT), kind.sources))
+
+
+@of(AT_RANDOM)
+def test_digest_is_one_for_any_number_of_workers(kind: Kind, written: Written) -> None:
+    digests = set()
+    for workers in (0, 2):
+        loader = at_random(kind.make(written(kind)), workers)
+        for _ in range(2):
+            assert sorted(flat(loader)) == list(range(COUNT))
+        digests.add(loader.digest())
+    assert len(digests) == 1 and digests != {bytes(32)}
+
+
+# --- which samples, and which not
+
+
+@of(AT_RANDOM)
+def test_samples_at_and_batch_at_are_what_is_handed_out(kind: Kind, written: Written) -> None:
+    dataset = kind.make(written(kind))
+    loader = at_random(dataset, 2)
+    batches = list(loader)
+    for step in (0, 3):
+        rows = loader.samples_at(step, 0)
+        assert [number(dataset[row.index]) for row in rows] == numbers(batches[step])
+        assert not any(row.error for row in rows)
+        assert contents(loader.batch_at(step, 0)) == contents(batches[step])
+
+
+@of(AT_RANDOM)
+def test_excluded_samples_and_skipped_steps_stay_away_and_all_else_keeps_its_place(
+    kind: Kind, written: Written
+) -> None:
+    whole = flat(at_random(kind.make(written(kind))))
+    dataset = kind.make(written(kind))
+    loader = at_random(dataset, 2)
+    gone = {number(dataset[index]) for index in (2, 11)}
+    loader.exclude([2, 11])
+    loader.skip([1])
+    left = flat(loader)
+    kept = whole[:BATCH] + whole[2 * BATCH :]
+    assert len(left) == len(kept) and not gone & set(left)
+    assert all(now == then for now, then in zip(left, kept, strict=True) if then not in gone)
+
+
+@of(AT_RANDOM)
+def test_override_of_getitem_is_obeyed(kind: Kind, written: Written) -> None:
+    """Also inside the wrappers of torch and fastload."""
+    if kind.wraps:
+        pytest.skip("its own class is torch's")
+    dataset = kind.make(written(kind))
+    base = type(dataset)
+    own = {"__getitem__": lambda self, index: {"number": 1000 + number(base.__getitem__(self, index))}}
+    dataset.__class__ = type("Own", (base,), own)
+    wrapped = ConcatDataset([Subset(dataset, range(COUNT))])
+    for each in (dataset, wrapped):
+        found = [n for batch in at_random(each, 2) for n in batch["number"].tolist()]
+        assert sorted(found) == list(range(1000, 1000 + COUNT))
+
+
+@of(AT_RANDOM)
+def test_wrappers_give_the_samples_of_their_indices_and_read_them_ahead(kind: Kind, written: Written) -> None:
+    dataset = kind.make(written(kind))
+    direct = [number(dataset[index]) for index in range(COUNT)]
+    chosen = [20, 3, 3, 7, 11, 0]
+    wrapped: Any = ConcatDataset([Subset(fastload.map(dataset, _as_it_is), chosen), dataset])
+    loader = fastload.DataLoader(wrapped, BATCH, num_workers=1)
+    assert flat(loader) == [direct[index] for index in [*chosen, *range(COUNT)]]
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+# --- the cache
+
+
+@of(ALONE)
+def test_warming_keeps_every_sample_and_training_then_reads_no_object(
+    kind: Kind, written: Written, tmp_path: Path
+) -> None:
+    def opened() -> Any:
+        return kind.make(written(kind), cache=tmp_path / "cache")
+
+    dataset = opened()
+    assert kind.streamed or not dataset.contains(0)
+    if hasattr(dataset, "warm_shards"):
+        outcomes = [warmed.outcome for warmed in dataset.warm_shards(range(len(dataset.shards())))]
+    elif hasattr(dataset, "warm"):
+        outcomes = [warmed.outcome for warmed in dataset.warm(range(COUNT))]
+    else:  # blocks of tokens are filled by reading
+        outcomes = ["stored" for _ in in_order(dataset) for _ in range(BATCH)]
+        dataset.flush_cache()
+    assert set(outcomes) == {"stored"} and len(outcomes) >= COUNT
+    dataset.close()
+    dataset = opened()
+    assert all(dataset.contains(index) for index in range(COUNT))
+    loader = at_random(dataset, 2)
+    assert sorted(flat(loader)) == list(range(COUNT))
+    counters = loader.stats()["counters"]
+    assert counters["cache.hits"] >= COUNT and not counters.get("get.samples")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@of(WITH_IMAGES)
+def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cache(
+    kind: Kind, mode: Any, written: Written, tmp_path: Path
+) -> None:
+    if mode not in kind.modes:
+        pytest.skip("that mode is refused")
+
+    def opened() -> Any:
+        found = kind.make(written(kind), cache=Cache(tmp_path / "cache", mode, short_side=24))
+        if kind.streamed:
+            list(found.warm_shards(range(len(found.shards()))))
+        return found
+
+    first = opened()
+    from_store = in_order(first)
+    first.flush_cache()
+    first.close()
+    second = opened()
+    from_cache = in_order(second)
+    assert all(second.contains(index) for index in range(COUNT))
+    assert contents(from_cache) == contents(from_store)
+    assert sorted(flat(from_cache)) == list(range(COUNT))
+    if mode in LOSSLESS and not kind.streamed:
+        assert contents(in_order(kind.make(written(kind)))) == contents(from_cache)
+
+
+# --- transforms, damage
+
+
+@of([kind for kind in WITH_IMAGES if not kind.streamed and not isinstance(kind.transform, dict)])
+def test_transform_that_is_set_later_is_used(kind: Kind, written: Written) -> None:
+    dataset = kind.make(written(kind))
+    dataset.transform = CenterCrop((9, 7))
+    assert contents(in_order(dataset)[0])[0 if kind.name == "objects" else 1][1].shape == (BATCH, 3, 9, 7)
+
+
+@of(DAMAGED)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> None:
+    dataset = kind.make(written(kind, damaged=True))
+    with pytest.raises(fastload.errors.DecodeError) as caught:
+        list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=workers))
+    key = caught.value.key
+    assert key and f"decode {key!r}" in str(caught.value)
+    assert key == dataset.key(BAD[0]) if not kind.wraps else f"{BAD[0]:02d}" in key
+
+
+@of([kind for kind in KINDS if kind.own_photos and kind.streamed])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_damaged_samples_of_a_stream_are_replaced_and_counted(
+    kind: Kind, on_error: Any, written: Written
+) -> None:
+    dataset = kind.make(written(kind, damaged=True))
+    loader: Any = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=2, seed=3, on_error=on_error)
+    seen = flat(loader)
+    assert len(seen) == COUNT and set(seen) == set(range(COUNT)) - set(BAD)
+    assert loader.stats()["counters"]["bad.samples"] == len(BAD)
+
+
+# --- the promises of fastload.testing
+
+
+class OfKinds(DatasetTests):
+    num_workers: ClassVar[Any] = (2,)
+    kind: Kind
+
+    @pytest.fixture(autouse=True)
+    def _kind(self, kind: Kind, written: Written) -> None:
+        self.kind, self.written = kind, written
+        self.random = kind.own_photos and kind.transform is not None  # type: ignore[misc]
+        # The fork server has everything imported already: it pickles as spawn does, and costs less.
+        self.start_methods = ("fork", "forkserver") if kind.name == "folder" else ("fork",)  # type: ignore[misc]
+
+    def make(self) -> Any:
+        return self.kind.make(self.written(self.kind))
+
+    def make_damaged(self) -> Any:
+        if self.kind not in DAMAGED:
+            return None
+        return self.kind.make(self.written(self.kind, damaged=True)), BAD
+
+
+@of(AT_RANDOM)
+class TestKind(OfKinds):
+    def identify(self, sample: Any) -> Any:
+        return number(sample)
+
+
+@of([kind for kind in KINDS if kind.sources > 1])
+class TestMixture(OfKinds):
+    test_order_does_not_change_a_sample = None  # a mixture has a sampler of its own ...
+    test_loader_gives_the_samples_of_the_dataset = None  # ... whose order is not that of the indices
+
+
+@of([kind for kind in KINDS if kind.streamed])
+class TestStreams(IterableDatasetTests):
+    start_methods: ClassVar[Any] = ("fork",)
+
+    @pytest.fixture(autouse=True)
+    def _kind(self, kind: Kind, written: Written) -> None:
+        self.kind, self.written = kind, written
+
+    def make(self) -> Any:
+        return self.kind.make(self.written(self.kind))
+
+    def identify(self, sample: Any) -> Any:
+        return number(sample)
