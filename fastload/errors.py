@@ -21,7 +21,6 @@ page with causes and remedies; tracebacks print it, as a note below the message.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from fastload.printable import printable
@@ -118,38 +117,6 @@ class ArgumentError(FastloadError, ValueError):
     """
 
     stage = "argument"
-
-
-def refuse_class(argument: str, value: Any) -> None:
-    """Refuse a class where an instance is meant: a class with callable instances, or one of fastload's.
-
-    Other classes, such as `float`, pass: their constructor is a function like any other.
-
-    Raises:
-        ArgumentError: it is such a class; the message names the call to write.
-    """
-    if not isinstance(value, type):
-        return
-    if any("__call__" in vars(base) or base.__module__.startswith("fastload.") for base in value.__mro__):
-        raise ArgumentError(f"{argument} is a class: write {_call_of(value)}")
-
-
-def check_whole_number(argument: str, value: Any, least: int = 1) -> None:
-    """Raise `ArgumentError` unless the value is a whole number from `least` on."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{argument} must be a whole number >= {least}, found {value!r}")
-
-
-def _call_of(kind: type) -> str:
-    """The call that makes an instance, as far as the signature tells."""
-    empty = inspect.Parameter.empty
-    try:
-        parameters = inspect.signature(kind).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()  # type: ignore[assignment]
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    needed = [one.name for one in parameters if one.default is empty and one.kind in kinds]
-    return f"{kind.__name__}({', '.join('224' if name == 'size' else name for name in needed)})"
 
 
 class StoreError(FastloadError, OSError):

@@ -14,8 +14,8 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,18 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     left = read_tests.left_behind(before, PATIENCE)
     if left:
         pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[Any], Any]]:
+    """Return what it is given, such as a dataset, and close it at the end of the test."""
+    with ExitStack() as stack:
+
+        def close_later(opened: Any) -> Any:
+            stack.callback(opened.close)
+            return opened
+
+        yield close_later
 
 
 @pytest.fixture

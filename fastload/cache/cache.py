@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ import lmdb
 
 from fastload.cache import maintenance
 from fastload.cache.access import Access
-from fastload.cache.checks import absolute, whole_number
 from fastload.cache.codecs import CODECS, CacheCodec, Mode
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
 from fastload.cache.keys import Digest, add_parts, first_digest
@@ -30,6 +30,7 @@ from fastload.cache.segment import (
     record_size,
 )
 from fastload.cache.writer import Item
+from fastload.checks import whole_number
 from fastload.errors import ArgumentError, CacheError
 from fastload.formats.jpeg_records import DCT_MAGIC
 from fastload.metrics.counters import Counters
@@ -46,7 +47,7 @@ _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
-    """The cache that a dataset's `cache=` names: a `Cache`, or the path of one in mode "auto".
+    """Return the cache that a dataset's `cache=` names: a `Cache`, or the path of one in mode "auto".
 
     Raises:
         ArgumentError: it is neither, or the name of a mode alone.
@@ -127,8 +128,8 @@ class Cache:
         CODECS[mode].check_available()
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
-        self.short_side = whole_number("short_side", short_side, 65535)
-        self.quality = whole_number("quality", quality, 100)
+        self.short_side = whole_number("short_side", short_side, most=65535)
+        self.quality = whole_number("quality", quality, most=100)
         self.remote = remote if remote is None or isinstance(remote, Store) else open_store(remote)
         self.push = push
         if push and remote is None:
@@ -167,7 +168,7 @@ class Cache:
     def key(
         self, *parts: str | bytes, beginning: Digest | None = None, codec: CacheCodec | None = None
     ) -> bytes:
-        """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
+        """Return a 16-byte digest of the parts (in order, boundaries kept), the mode and its parameters.
 
         Whatever tells two payloads apart must be among the parts: the store's identity, the object's key and
         version, the decoder's name and version.
@@ -179,7 +180,7 @@ class Cache:
         return add_parts(beginning or self._first_digest(codec), parts).digest()
 
     def key_beginning(self, *parts: str | bytes, codec: CacheCodec | None = None) -> Digest:
-        """The first parts of many keys, digested once."""
+        """Return the first parts of many keys, digested once."""
         return add_parts(self._first_digest(codec), parts)
 
     def _first_digest(self, codec: CacheCodec | None) -> Digest:
@@ -206,7 +207,7 @@ class Cache:
     # -- reading
 
     def lookup(self, key: bytes) -> Entry | None:
-        """The index entry of `key`, or None (a miss, counted). Reads no payload."""
+        """Return the index entry of `key`, or None (a miss, counted). Reads no payload."""
         (entry,) = self.find_all([key])
         if entry is None:
             self.counters.add("cache.misses")
@@ -250,7 +251,7 @@ class Cache:
         self.counters.merge({"cache.hits": count, "cache.bytes": nbytes})
 
     def has(self, key: bytes) -> bool:
-        """Whether the index has `key`. No miss is counted, because nobody wanted the payload."""
+        """Return whether the index has `key`. No miss is counted, because nobody wanted the payload."""
         return self.find_all([key])[0] is not None
 
     def will_need(self, entry: Entry) -> None:
@@ -262,7 +263,7 @@ class Cache:
                 directory.files.get(entry.segment).will_need(entry)
 
     def read(self, key: bytes, entry: Entry | None = None) -> memoryview | None:
-        """The payload of `key`, verified, in memory of its own; or None (a miss, counted).
+        """Return the payload of `key`, verified, in memory of its own; or None (a miss, counted).
 
         A record that does not verify loses its index entry, and counts "cache.corrupt".
         """
@@ -346,7 +347,7 @@ class Cache:
             directory.inflight.unlock(key)
 
     def fits(self, nbytes: int) -> Fit:
-        """Whether a payload of that size would be kept.
+        """Return whether a payload of that size would be kept.
 
         "yes"; "too large" for a record or for the rest of `size_limit`, where smaller payloads are kept;
         "full" when even a record of average size does not fit.
@@ -367,7 +368,7 @@ class Cache:
         return "full" if count and left < used / count else "too large"
 
     def keeps(self, nbytes: int) -> bool:
-        """Whether `write` would now take a payload of that size. Why not, is warned of once."""
+        """Return whether `write` would now take a payload of that size. Why not, is warned of once."""
         access = self._access.get()
         directory = access.open()
         if directory is None or not access.is_writable(directory):
@@ -420,7 +421,7 @@ class Cache:
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
     def open_or_raise(self) -> Directory:
-        """The opened directory, after all queued payloads were written.
+        """Return the opened directory, after all queued payloads were written.
 
         Raises:
             CacheError: it cannot be opened.
@@ -428,7 +429,7 @@ class Cache:
         return self._access.get().open_or_raise()
 
     def info(self) -> dict[str, Any]:
-        """The contents and sizes of the directory, which is not created if it is missing.
+        """Return the contents and sizes of the directory, which is not created if it is missing.
 
         Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
         index_bytes, segments, disk_free. The modes of the entries are not known: the mode is a part of the
@@ -441,11 +442,11 @@ class Cache:
         return known | maintenance.inspect(self.path, self._existing())
 
     def exists(self) -> bool:
-        """Whether the directory has ever been used as a cache of this format."""
+        """Return whether the directory has ever been used as a cache of this format."""
         return (Path(self.path) / FOLDER).is_dir()
 
     def dct_share(self) -> float | None:
-        """The share of the records that hold images as mode "dct" keeps them, estimated from a few.
+        """Return the share of the records that hold images as mode "dct" keeps them, estimated from a few.
 
         None: there are no records.
 
@@ -488,3 +489,17 @@ class Cache:
 def _drop(directory: Directory, key: bytes, entry: Entry) -> None:
     if directory.writer is not None:
         directory.writer.drop(key, entry)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory on a local disk."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"path={text!r}: give the path of a directory")
+    if "://" in text:
+        raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
+    if re.search(r"(^|/)\$(\w|{)", text):
+        raise ArgumentError(
+            f"path={text!r} names a variable, which only a shell replaces: use os.path.expandvars"
+        )
+    return str(Path(text).expanduser().absolute())

@@ -21,7 +21,7 @@ def first_digest(codec: CacheCodec) -> Digest:
 
 
 def add_parts(digest: Digest, parts: tuple[str | bytes, ...]) -> Digest:
-    """The digest of some parts more, their boundaries kept."""
+    """Return the digest of some parts more, their boundaries kept."""
     digest = digest.copy()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part

@@ -213,7 +213,7 @@ class Target:
 
     def anywhere(self) -> Target:
         """Return the same for processes in other directories: without relative paths."""
-        from fastload.cache.checks import absolute
+        from fastload.cache.cache import absolute
         from fastload.store import open_store
         from fastload.store.local import LocalStore
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import check_index
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.payloads import check_fingerprint
 from fastload.datasets.protocols import check_dataset
@@ -116,11 +116,7 @@ class CachedDataset(Dataset[Any]):
             view.prefetch(absent)
 
     def _checked(self, index: Any) -> int:
-        index = operator.index(index)
-        n = len(self)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples")
-        return int(index % n)
+        return check_index(index, len(self), "samples")
 
     def _key(self, index: int) -> bytes:
         return self.cache.key("cached", self.fingerprint, str(index))

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
+from fastload.checks import check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.pairs import images_kept
 from fastload.datasets.protocols import Allocate
-from fastload.datasets.sample_fields import Shape, Transform, check_function
+from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil

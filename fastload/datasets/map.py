@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from fastload.checks import check_function
 from fastload.datasets.composed import MapView
 from fastload.datasets.protocols import check_dataset
-from fastload.datasets.sample_fields import check_function
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
+from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.views import Reach, View
@@ -123,9 +124,7 @@ class Mixture(ConcatDataset[Any]):
         self._names = list(sources)
         if len(self) >= _MOST:
             raise ArgumentError(f"the sources have {len(self):,} samples, a mixture takes {_MOST:,} at most")
-        if num_samples is not None and (not _is_whole(num_samples) or num_samples < 1):
-            raise ArgumentError(f"num_samples must be a whole number >= 1 or None, found {num_samples!r}")
-        self.num_samples = len(self) if num_samples is None else int(num_samples)
+        self.num_samples = len(self) if num_samples is None else whole_number("num_samples", num_samples)
         self._given: Callable[[int], Weights] | dict[str, Fraction]
         self._given = weights if callable(weights) else _parsed(weights, self._names)
         # In the trainer's process: the sampler that read last, and the weights that were set since it began.
@@ -318,10 +317,6 @@ def check_weights(dataset: Any, sampler: Any) -> None:
 
 def _has_mixture(view: View) -> bool:
     return isinstance(view, MixtureView) or any(map(_has_mixture, view.parts))
-
-
-def _is_whole(number: Any) -> bool:
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def _named(datasets: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +13,9 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
+from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
-from fastload.datasets.sample_fields import Shape, Transform, check_function
+from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
@@ -161,11 +161,7 @@ class ObjectDataset(StoreDataset):
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
 
     def _record(self, index: int) -> int:
-        index = operator.index(index)  # two tensors of one number are not one key
-        n = len(self._manifest)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return index % n
+        return check_index(index, len(self._manifest), f"samples of {self.url}")
 
     def _name(self, record: int) -> str:
         return str(self._manifest.key(record))

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 
 import xxhash
 
-from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.crop import Crop, is_fused
+from fastload.checks import check_function
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images.by_epoch import ByEpoch, current_transform
+from fastload.images.crop import Crop, is_fused, made_by_kernel
 
 _log = logging.getLogger("fastload")
 
@@ -116,9 +117,9 @@ class FieldTransforms:
 
     @property
     def only_fused(self) -> bool:
-        """Whether all are fused, in all epochs, and write their results into rows."""
-        every = [each for _, part in self._parts() for each in all_transforms(part)]
-        return all(isinstance(each, Crop) and each.fills_rows for each in every)
+        """Whether all are fused ones that the kernel does alone, in all epochs."""
+        parts = self._parts()
+        return bool(parts) and all(made_by_kernel(one) for _, one in parts)
 
     @property
     def crops(self) -> dict[str, Crop]:
@@ -285,17 +286,6 @@ class FieldTransforms:
 def name_of(fields: Mapping[str, Any]) -> str:
     """Return a sample in error messages, beside the record's name there."""
     return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
-
-
-def check_function(name: str, value: Any) -> None:
-    """An argument that is a function or None.
-
-    Raises:
-        ArgumentError: it cannot be called, or is a class where one of its instances is meant.
-    """
-    refuse_class(name, value)
-    if value is not None and not callable(value):
-        raise ArgumentError(f"{name} must be callable or None, found {value!r}")
 
 
 def _may_be_mask(value: Any) -> bool:

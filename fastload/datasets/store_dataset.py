@@ -9,9 +9,12 @@ source and the keys of the cache. `StoreView` is the dataset as the loader reads
 
 from __future__ import annotations
 
+import inspect
 import operator
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -23,6 +26,7 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Raw
 from fastload.cache.keys import KeyTable
 from fastload.cache.listings import Listings
+from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.protocols import (
@@ -30,7 +34,7 @@ from fastload.datasets.protocols import (
     note_prefetch,
     overriding_method,
 )
-from fastload.datasets.sample_fields import Transform, check_function
+from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
@@ -42,6 +46,25 @@ from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 
 SOME = 256  # records that stand for all
+
+
+# Arguments that a dataset holds a reference to anyway; others, as tables and keys, may be long or be used up.
+_HELD = ("cache", "storage_options", "decode", "transform", "target_transform")
+_LONGEST = 1000  # entries of a list
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    if name in _HELD or isinstance(value, str | int | float | type(None) | type | os.PathLike | np.dtype):
+        return True
+    return name in ("url", "fields", "features", "filters", "classes") and (
+        not hasattr(value, "__len__") or len(value) <= _LONGEST
+    )
+
+
+def arguments_of(dataset: StoreDataset) -> dict[str, Any]:
+    """Return the arguments that a dataset was made with. What is long is ... (an ellipsis)."""
+    arguments: dict[str, Any] = dataset.__dict__.get("_arguments", {})
+    return arguments
 
 
 class StoreDataset(Dataset[Any]):
@@ -56,7 +79,7 @@ class StoreDataset(Dataset[Any]):
     _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     _computed: ClassVar[dict[str, str]] = {}
     # Attributes on which no sample depends: what reading has learned, and what follows from the others.
-    _passing: ClassVar[frozenset[str]] = frozenset({"_builder", "counters"})
+    _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_builder", "counters"})
     # Errors of a sample, for `on_error` to decide on: all, where the user's `decode` runs for a row.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
 
@@ -64,6 +87,17 @@ class StoreDataset(Dataset[Any]):
     _payloads: ObjectPayloads
     _builder: SampleBuilder
     _amount: tuple[int, int | None] = 0, None  # bytes of all samples; their number where it is known
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StoreDataset:
+        """Make a dataset that knows its arguments (see `arguments_of`); a copy gets those of the other."""
+        dataset = super().__new__(cls)
+        if args or kwargs:
+            with suppress(TypeError):  # which `__init__` raises too
+                bound = inspect.signature(cls.__init__).bind(dataset, *args, **kwargs).arguments
+                dataset.__dict__["_arguments"] = {
+                    name: value if _is_kept(name, value) else ... for name, value in list(bound.items())[1:]
+                }
+        return dataset
 
     def __init__(self, url: Any, decode: Callable[..., Any] | None) -> None:
         check_function("decode", decode)

@@ -21,6 +21,7 @@ from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowReq
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.images.kernel import threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
 from fastload.store.budget import RequestBudget
 
@@ -112,6 +113,7 @@ class StoreView(PlainView):
     def fill(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         dataset = self.dataset
         errors: RowErrors = []
+        most_rows, most_bytes = _CHUNK * max(1, threads()), _CHUNK_BYTES * max(1, threads())
         dataset.counters.add("decode.samples", len(todo))
         todo = self._fill_from_cache(batch, todo, seed, epoch)
         builder = dataset._builder
@@ -125,8 +127,8 @@ class StoreView(PlainView):
                 record = None
                 try:
                     record = dataset._record(index)
-                    full = len(chosen.rows) >= _CHUNK and not dataset._is_here(record)
-                    if held >= _CHUNK_BYTES or full:
+                    full = len(chosen.rows) >= most_rows and not dataset._is_here(record)
+                    if held >= most_bytes or full:
                         break
                     payload = dataset._get(record)
                     payloads.append(payload)
@@ -170,7 +172,8 @@ class StoreView(PlainView):
         made = ~np.isin(rows[here], not_made)
         made_rows, made_records = rows[here][made].tolist(), records[here][made].tolist()
         builder.note_made(batch, made_rows, made_records)
-        dataset.counters.merge({"cache.seconds": reading, "decode.seconds": decoding})
+        share = max(1, threads())  # of the process's time, like all that is counted there
+        dataset.counters.merge({"cache.seconds": reading / share, "decode.seconds": decoding / share})
         dataset.cache.count_hits(len(made_rows), int(places.table["length"][made].sum()))
         prefetcher = dataset._prefetchers.peek()
         if prefetcher is not None:

@@ -8,7 +8,6 @@ An object is a number for the prefetcher: row * files of a sample + file.
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
+from fastload.checks import check_index
 from fastload.datasets.payloads import FilePayloads, Picture, settled
 from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
@@ -231,10 +231,7 @@ class TableDataset(StoreDataset):
 
     def _record(self, index: int) -> int:
         """The row of an index."""
-        index = operator.index(index)  # two tensors of one number are not one key
-        if not -self._count <= index < self._count:
-            raise IndexError(f"index {index} is out of range for the {self._count:,} rows of the table")
-        return index % self._count
+        return check_index(index, self._count, "rows of the table")
 
     def _objects(self, record: int) -> range:
         """The objects of a row, in the order of the fields."""

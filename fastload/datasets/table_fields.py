@@ -6,8 +6,9 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fastload.checks import check_function
 from fastload.datasets.payloads import FilePayloads
-from fastload.datasets.sample_fields import Transform, check_function
+from fastload.datasets.sample_fields import Transform
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 

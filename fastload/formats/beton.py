@@ -67,7 +67,7 @@ class BetonField(NamedTuple):
 
 
 def parse_header(head: memoryview, size: int) -> BetonHeader:
-    """The header of a file of that size.
+    """Return the header of a file of that size.
 
     Raises:
         DecodeError: it is no .beton, or was cut.
@@ -89,7 +89,7 @@ def parse_header(head: memoryview, size: int) -> BetonHeader:
 
 
 def parse_fields(descriptors: memoryview) -> list[BetonField]:
-    """The fields.
+    """Return the fields.
 
     Raises:
         DecodeError: one of them is of the user's own kind, or damaged.
@@ -132,12 +132,12 @@ def _array_of(name: str, arguments: NDArray[np.uint8]) -> tuple[np.dtype[Any], t
 
 
 def row_type(fields: list[BetonField]) -> np.dtype[Any]:
-    """The dtype of a row of the metadata."""
+    """Return the dtype of a row of the metadata."""
     return np.dtype([("", _ROW_TYPES[field.kind]) for field in fields], align=True)
 
 
 def parts_of(header: BetonHeader, row_bytes: int, allocated: memoryview) -> NDArray[np.uint64]:
-    """The offset and size of each sample's parts together: uint64 (n, 2).
+    """Return the offset and size of each sample's parts together: uint64 (n, 2).
 
     A sample without parts has the offset of its row and no bytes.
 
@@ -172,7 +172,7 @@ class BetonRecords:
         self._row = row_type(fields)
 
     def __call__(self, payload: memoryview) -> dict[str, Any]:
-        """The bytes of each field, or its number.
+        """Return the bytes of each field, or its number.
 
         Raises:
             DecodeError: a part lies outside of the record.
@@ -199,7 +199,7 @@ class BetonRecords:
 
 
 def _start(field: BetonField, value: Any) -> int | None:
-    """The offset of a field's part in the file; None: it has none."""
+    """Return the offset of a field's part in the file; None: it has none."""
     if field.kind in ("int", "float"):
         return None
     if field.kind == "image":
@@ -210,7 +210,7 @@ def _start(field: BetonField, value: Any) -> int | None:
 
 
 def _size(field: BetonField, value: Any, to_next: int) -> int:
-    """The bytes of a field's part; that of a JPEG ends where the next part begins."""
+    """Return the bytes of a field's part; that of a JPEG ends where the next part begins."""
     if field.kind == "image":
         return 3 * int(value[1]) * int(value[2]) if value[0] == _RAW else to_next
     if field.kind in ("bytes", "json"):
@@ -224,7 +224,7 @@ def _pixels(part: memoryview, value: Any) -> NDArray[np.uint8]:
 
 
 def opener(field: BetonField) -> Callable[[Any], Any]:
-    """What makes the value of what `BetonRecords` found."""
+    """Return a function that makes the value of what `BetonRecords` gives."""
     if field.kind in ("array", "tensor"):
         assert field.dtype is not None
         return _Array(field.dtype, field.shape, tensor=field.kind == "tensor")

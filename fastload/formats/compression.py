@@ -43,7 +43,7 @@ _READERS = {"tar": ("tar", "TarDataset"), "tfrecord": ("TFRecord file", "TFRecor
 
 
 def kind_of(head: Any) -> str:
-    """ "tar", "tfrecord", "gzip", "zlib", "bzip2", "xz", "zstd", "lz4", or "" for anything else.
+    """Return "tar", "tfrecord", "gzip", "zlib", "bzip2", "xz", "zstd", "lz4", or "" for anything else.
 
     Args:
         head: the file's first 512 bytes or more, or all of a smaller file.
@@ -57,7 +57,7 @@ def kind_of(head: Any) -> str:
 
 
 def is_compressed(head: Any) -> bool:
-    """Whether a shard that begins like this has to be inflated."""
+    """Return whether a shard that begins like this has to be inflated."""
     return kind_of(head) in _READ
 
 
@@ -73,13 +73,13 @@ def hint(head: Any) -> str:
 
 
 def masked_crc(data: Any) -> int:
-    """The masked CRC32C of TFRecord, of anything with the buffer protocol."""
+    """Return the masked CRC32C of TFRecord, of anything with the buffer protocol."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def is_tar(begin: bytes) -> bool:
-    """Whether this is a header of tar: its checksum is the sum of its bytes, the checksum's own as spaces."""
+    """Return whether this is a header of tar. Its checksum is the sum of its bytes, its own as spaces."""
     if len(begin) < HEAD:
         return False
     match = _OCTAL.fullmatch(begin[148:156])
@@ -97,7 +97,7 @@ _FIRST = 1024
 
 
 def zstd() -> Any:
-    """The module of zstd: Python has it from 3.14 on.
+    """Return the module of zstd: Python has it from 3.14 on.
 
     Raises:
         DecodeError: it is not installed.
@@ -113,7 +113,7 @@ def zstd() -> Any:
 
 
 def framed_size(count: int, frames: int) -> int:
-    """The bytes before the frames of a LitData chunk of zstd frames, see the module."""
+    """Return the bytes before the frames of a LitData chunk of zstd frames, see the module."""
     return FRAMED_HEAD.size + 4 * (count + 1) + 24 * frames
 
 
@@ -162,7 +162,7 @@ class Inflater:
         self._ended = False  # whether a member has ended and no other one has begun
 
     def __call__(self) -> memoryview | None:
-        """The next inflated bytes, 16 MiB at most; None at the end.
+        """Return the next inflated bytes, 16 MiB at most; None at the end.
 
         Raises:
             DecodeError: the compressed data is damaged or was cut.
@@ -212,7 +212,7 @@ class Inflater:
         return inflated
 
     def _take(self) -> memoryview:
-        """The next compressed bytes of the piece, at most as many as the current member gets."""
+        """Return the next compressed bytes of the piece, at most as many as the current member gets."""
         data = self._piece[self._at : self._at + self._given]
         self._at += len(data)
         self._given *= 2
@@ -229,7 +229,7 @@ class Inflater:
             step = min(2 * step, 1 << 20)
 
     def _kind(self, head: bytes | memoryview) -> Callable[[], Any]:
-        """What inflates data that begin like this."""
+        """Return an object that inflates data that begin like this."""
         begin = bytes(head[: FRAMED_HEAD.size])
         if begin.startswith(FRAMED) and len(begin) == FRAMED_HEAD.size:
             _, _, _, count, _, frames = FRAMED_HEAD.unpack(begin)

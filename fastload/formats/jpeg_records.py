@@ -18,13 +18,13 @@ _HEAD, _ENTRY = 8, 10
 
 
 def is_dct(data: Any) -> bool:
-    """Whether bytes, in anything with the buffer protocol, are a record of mode "dct"."""
+    """Return whether bytes, in anything with the buffer protocol, are a record of mode "dct"."""
     view = memoryview(data).cast("B")
     return len(view) > 7 and view[:5] == DCT_MAGIC
 
 
 def is_record(data: Any) -> bool:
-    """Whether bytes, in anything with the buffer protocol, begin like a record of either kind."""
+    """Return whether bytes, in anything with the buffer protocol, begin like a record of either kind."""
     return bytes(memoryview(data).cast("B")[:5]) in (DCT_MAGIC, ROWS_MAGIC)
 
 
@@ -35,7 +35,7 @@ def without_rows(data: memoryview) -> memoryview:
 
 
 def index_size(rows: int) -> int:
-    """The bytes of an index."""
+    """Return the bytes of an index."""
     return _HEAD + _ENTRY * rows
 
 

@@ -59,7 +59,7 @@ class LitIndex(NamedTuple):
 
 
 def parse_index(told: dict[str, Any]) -> LitIndex:
-    """What index.json says.
+    """Return what index.json says.
 
     Raises:
         DecodeError: it is no such file, or its chunks are of a kind that is not read.
@@ -106,7 +106,7 @@ def parse_index(told: dict[str, Any]) -> LitIndex:
 
 
 def _leaf_names(spec: Any, count: int) -> list[str]:
-    """The names of leaves: the path to each, "image" or "boxes.0"; of a sample that is one leaf, "sample"."""
+    """Return the names of leaves: their paths, "image" or "boxes.0"; "sample" where it is one leaf."""
     names = [".".join(path) or "sample" for path in _paths(spec, ())]
     if len(names) != count or len(set(names)) != count:
         raise ValueError(f"a structure of the leaves {names[:20]} for {count} formats")
@@ -127,7 +127,7 @@ def _paths(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _tree(node: Any, names: Iterator[str]) -> Any:
-    """The structure of names; None where a part of it is neither a dict, nor a list, nor a tuple."""
+    """Return the structure of names; None where a part of it is neither a dict, nor a list, nor a tuple."""
     if node["type"] is None:
         return next(names)
     parts = [_tree(child, names) for child in node["children_spec"]]
@@ -140,7 +140,7 @@ def _tree(node: Any, names: Iterator[str]) -> Any:
 
 
 def parse_frames(head: memoryview, count: int) -> Offsets:
-    """The offset and size of each sample in what the frames inflate to.
+    """Return the offset and size of each sample in what the frames inflate to.
 
     Args:
         head: the first `framed_size(count, 0)` bytes of the chunk.
@@ -164,7 +164,7 @@ def parse_frames(head: memoryview, count: int) -> Offsets:
 
 
 def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
-    """What makes the value of a leaf's bytes, as litdata.StreamingDataset does; None: it is not opened.
+    """Return a function of a leaf's bytes, as litdata.StreamingDataset has it; None: it is not opened.
 
     Args:
         form: of the leaf in "data_format", such as "jpeg", "file:jpeg" or "no_header_numpy:9".
@@ -188,13 +188,13 @@ def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
 
 
 def is_image(form: str) -> bool:
-    """Whether a leaf of this format is an encoded image."""
+    """Return whether a leaf of this format is an encoded image."""
     name, _, argument = form.partition(":")
     return name in _IMAGES or argument in _IMAGES
 
 
 def formats() -> list[str]:
-    """The formats of leaves that are known."""
+    """Return the formats of leaves that are known."""
     return sorted({*_OPENERS, *_IMAGES, "jpeg_array", "no_header_numpy", "no_header_tensor"})
 
 
@@ -202,22 +202,9 @@ def formats() -> list[str]:
 
 _NUMPY_DTYPES = dict(
     enumerate(
-        np.dtype(text)
-        for text in (
-            "i1",
-            "<i2",
-            "<i4",
-            "<i8",
-            "u1",
-            "<u2",
-            "<u4",
-            "<u8",
-            "<f2",
-            "<f4",
-            "<f8",
-            "<c8",
-            "<c16",
-            "?",
+        map(
+            np.dtype,
+            ["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16", "?"],
         )
     )
 )
@@ -251,7 +238,7 @@ def _open_tensor(value: Any) -> torch.Tensor:
 
 
 def _split_array(value: Any, order: str) -> tuple[int, tuple[int, ...], memoryview]:
-    """(number of the dtype, shape, values) of: uint32 dtype | uint32 axes | uint32 size of each | values."""
+    """Split uint32 dtype | uint32 axes | uint32 size of each | values into dtype, shape, values."""
     data = memoryview(value)
     dtype, axes = struct.unpack_from(f"{order}II", data)
     shape = struct.unpack_from(f"{order}{axes}I", data, 8) if axes <= len(data) // 4 else ()
@@ -284,7 +271,7 @@ _PLAIN = {16: 11, 17: 7, 18: 8, 19: 9, 20: 10}  # tags in records -> the same el
 
 
 def _open_nested(value: Any) -> Any:
-    """A nested value. One that is damaged raises ValueError, IndexError or struct.error."""
+    """Return a nested value. One that is damaged raises ValueError, IndexError or struct.error."""
     data = bytes(value)
     if not data or data[0] > 11:
         return json.loads(data)

@@ -47,7 +47,7 @@ class MDSShard(NamedTuple):
 
 
 def parse_shard(entry: Any) -> MDSShard:
-    """One entry of the list "shards" of index.json.
+    """Return one entry of the list "shards" of index.json.
 
     Raises:
         DecodeError: it is not of MDS version 2, or is compressed by what is not read here.
@@ -86,7 +86,7 @@ def parse_shard(entry: Any) -> MDSShard:
 
 
 def opener(encoding: str, *, unsafe: bool) -> Open | None:
-    """What makes the value of a column's bytes, as streaming.StreamingDataset does; None: it is not opened.
+    """Return a function of a column's bytes, as streaming.StreamingDataset has it; None: it is not opened.
 
     Args:
         encoding: as in index.json.
@@ -101,7 +101,7 @@ def opener(encoding: str, *, unsafe: bool) -> Open | None:
 
 
 def encodings() -> list[str]:
-    """The encodings that are known."""
+    """Return the encodings that are known."""
     return sorted({*_OPENERS, "ndarray"})
 
 
@@ -127,7 +127,7 @@ def _ndarray_opener(arguments: str) -> Open | None:
 
 
 def _open_ndarray(value: Any, *, dtype: str | None, shape: tuple[int, ...] | None) -> Any:
-    """The dtype, the number of axes and their sizes lie before the values, unless the column fixes them."""
+    """Open an array. Its dtype and its shape lie before the values, unless the column fixes them."""
     data = memoryview(value)
     at = 0
     if dtype is None:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def table_size(count: int) -> int:
-    """The bytes of a table of so many records."""
+    """Return the bytes of a table of so many records."""
     return 4 * (count + 2)
 
 
 def parse_table(table: memoryview, count: int, size: int | None) -> Offsets:
-    """The offset and size of each record.
+    """Return the offset and size of each record.
 
     Args:
         table: the first `table_size(count)` bytes of the file.
@@ -106,7 +106,7 @@ _MODES = {
 
 
 def split_values(payload: memoryview, sizes: Sequence[tuple[str, int | None]]) -> dict[str, memoryview]:
-    """The bytes of each value of a sample: uint32 size of each value without a fixed one | the values.
+    """Return the bytes of each value of a sample: uint32 size of each value without a fixed one | the values.
 
     Args:
         sizes: (name, fixed size) of each value; None where it differs from sample to sample.
@@ -131,7 +131,7 @@ def split_values(payload: memoryview, sizes: Sequence[tuple[str, int | None]]) -
 
 
 def as_text(value: Any) -> str:
-    """The text of UTF-8."""
+    """Return the text of UTF-8."""
     return str(value, "utf-8")
 
 
@@ -142,7 +142,7 @@ def check_size(data: memoryview, dtype: Any, shape: tuple[int, ...]) -> None:
 
 
 def as_array(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """The array of these bytes, its own memory.
+    """Return the array of these bytes, its own memory.
 
     Raises:
         ValueError: the bytes are not as many.
@@ -152,7 +152,7 @@ def as_array(data: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> 
 
 
 def as_pil(value: Any) -> Image:
-    """An encoded image, decoded by Pillow in the mode that it has.
+    """Return an encoded image, decoded by Pillow in the mode that it has.
 
     Raises:
         DecodeError: it is none of a known format, or too large.
@@ -172,7 +172,7 @@ def as_pil(value: Any) -> Image:
 
 
 def pil_from_raw(value: Any) -> Image:
-    """A PIL image out of uint32 width, height, length of its mode | the mode | pixels.
+    """Return a PIL image out of uint32 width, height, length of its mode | the mode | pixels.
 
     Raises:
         ValueError: the pixels are not as many.
@@ -191,7 +191,7 @@ def pil_from_raw(value: Any) -> Image:
 
 
 def cut_list(value: Any, start: int) -> list[memoryview]:
-    """The parts of: `start` bytes | uint32 n | uint32 size of each part | the parts.
+    """Return the parts of: `start` bytes | uint32 n | uint32 size of each part | the parts.
 
     Raises:
         ValueError: the parts do not fill the value.
@@ -211,5 +211,5 @@ def cut_list(value: Any, start: int) -> list[memoryview]:
 
 
 def unpickle(value: Any) -> Any:
-    """The object of a pickle, which can run any code: only where the user asked for it."""
+    """Return the object of a pickle, which can run any code: only where the user asked for it."""
     return pickle.loads(value)

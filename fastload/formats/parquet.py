@@ -33,7 +33,7 @@ Ranges = list[tuple[int, int]]
 
 
 def footer_size(tail: Any, size: int) -> int:
-    """Bytes of the footer of a file of `size` bytes, with what lies behind it; `tail` is the file's end.
+    """Return the bytes of the footer, with what lies behind it, of a file of `size` bytes with that end.
 
     Raises:
         DecodeError: the file does not end as Parquet files do.
@@ -51,7 +51,7 @@ def footer_size(tail: Any, size: int) -> int:
 
 
 def parse_footer(footer: Any) -> Any:
-    """The `pyarrow.parquet.FileMetaData` of a footer with what lies behind it.
+    """Return the `pyarrow.parquet.FileMetaData` of a footer with what lies behind it.
 
     Raises:
         DecodeError: it is damaged, or encrypted.
@@ -66,7 +66,7 @@ def parse_footer(footer: Any) -> Any:
 
 
 def leaf_columns(metadata: Any, columns: Iterable[str]) -> list[int]:
-    """The numbers of the leaf columns below the named top-level ones. Looks at all columns of the file."""
+    """Return the numbers of the leaf columns below the named top-level ones, of all columns of the file."""
     wanted = set(columns)
     paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     names = metadata.schema.to_arrow_schema().names
@@ -77,7 +77,7 @@ def leaf_columns(metadata: Any, columns: Iterable[str]) -> list[int]:
 def column_ranges(
     metadata: Any, group: int, leaves: Iterable[int], size: int, footer: int
 ) -> tuple[Ranges, int]:
-    """The bytes of some columns of a row group, as ranges [start, stop); and what they inflate to.
+    """Return the bytes of some columns of a row group, as ranges [start, stop); and what they inflate to.
 
     Args:
         leaves: of `leaf_columns`.
@@ -110,7 +110,7 @@ def column_ranges(
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """Ranges that touch, or nearly so, as one."""
+    """Join ranges that touch, or nearly so."""
     joined: Ranges = []
     for start, stop in ranges:
         if joined and start <= joined[-1][1] + _GAP:
@@ -123,7 +123,7 @@ def _joined(ranges: Ranges) -> Ranges:
 def statistics(
     metadata: Any, group: int, leaves: Mapping[str, list[int]], column: str
 ) -> tuple[Any, Any] | None:
-    """The least and the greatest value of a column in a row group; None where the file does not say.
+    """Return the least and greatest value of a column in a row group; None where the file does not say.
 
     `leaves`: of each column, see `leaf_columns`.
     """
@@ -137,7 +137,7 @@ def statistics(
 def read_row_group(
     metadata: Any, group: int, columns: Sequence[str], pieces: Sequence[tuple[int, Any]], size: int, most: int
 ) -> Any:
-    """Some columns of a row group as a `pyarrow.Table`. Takes the GIL only to find the pieces.
+    """Read some columns of a row group as a `pyarrow.Table`. Take the GIL only to find the pieces.
 
     Args:
         pieces: (position in the file, bytes) of what `column_ranges` named, in order.
@@ -185,7 +185,7 @@ class _Pieces(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> Any:
-        """The next bytes, without a copy where they lie in one piece."""
+        """Return the next bytes, without a copy where they lie in one piece."""
         stop = self._size if size is None or size < 0 else self._at + size
         parts = []
         for start, body in self._pieces:
@@ -292,13 +292,13 @@ def _loose_bound(chunk: Any, pages: list[_Page]) -> int:
 
 
 def _bound(pages: list[_Page], width: int, longest: int) -> int:
-    """Bytes of values of `width`, and of those in the dictionary at most `longest` more."""
+    """Return the bytes of values of `width`, and of those in the dictionary at most `longest` more."""
     inflated, values = sum(page.inflated for page in pages), sum(page.values for page in pages)
     return inflated + values * (width + _LEVELS) + sum(page.named for page in pages) * longest
 
 
 def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> int | None:
-    """The bound by the longest value of the dictionary; None where there is none, or it is too large."""
+    """Return the bound by the dictionary's longest value; None where there is none, or it is too large."""
     import pyarrow as pa
 
     dictionary = next((page for page in pages if page.kind == _DICTIONARY), None)
@@ -323,7 +323,7 @@ def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> in
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """(fields by number, the position behind them). IndexError: the bytes end before it does."""
+    """Return (fields by number, the position behind them). IndexError: the bytes end before it does."""
     if depth > _MOST_DEPTH:
         raise DecodeError("the header of a page is nested too deeply: it is damaged")
     fields: dict[int, Any] = {}

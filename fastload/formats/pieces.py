@@ -74,7 +74,7 @@ class Pieces:
             self._others.append(piece)
 
     def peek(self, n: int) -> memoryview | None:
-        """The next `n` bytes, which stay in the queue; None where fewer have arrived."""
+        """Return the next `n` bytes, which stay in the queue; None where fewer have arrived."""
         stop = self._at + n
         if stop <= len(self._first):
             return self._first[self._at : stop]
@@ -114,7 +114,7 @@ class Pieces:
             whole[number] = memoryview(b"")
 
     def _join(self, n: int) -> memoryview:
-        """A copy of the next `n` bytes. The pieces stay, so that later bytes are not copied too."""
+        """Return a copy of the next `n` bytes. The pieces stay, so that later bytes are not copied too."""
         parts = [self._first[self._at :]]
         n -= len(parts[0])
         for piece in self._others:
@@ -144,16 +144,16 @@ class Splitter(ABC):
         self.over = False
 
     def feed(self, piece: memoryview) -> None:
-        """The next bytes of the shard."""
+        """Take the next bytes of the shard."""
         self._pieces.feed(piece)
 
     def close(self) -> None:
-        """There are no more bytes: this is the end of the shard, or of the wanted part of it."""
+        """End the bytes: this is the end of the shard, or of the wanted part of it."""
         self._pieces.closed = True
 
     @abstractmethod
     def next(self) -> Record | None:
-        """The next record; None where more bytes are needed, or, after `close`, where none is left.
+        """Return the next record; None where more bytes are needed, or, after `close`, where none is left.
 
         A damaged record whose end is known has an `error`, and the next one follows. Where the start of the
         next record is not known, the record with the error reaches to the end of the shard and is the last:
@@ -161,7 +161,7 @@ class Splitter(ABC):
         """
 
     def _last(self, error: DecodeError) -> Record:
-        """A record with an error, after which no other can be found."""
+        """Return a record with an error, after which no other can be found."""
         self.over = True
         offset = self._pieces.offset
         end = self._end if self._end is not None else offset + self._pieces.available

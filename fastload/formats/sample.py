@@ -84,7 +84,7 @@ class _Record:
         self._size += _nbytes(block)
 
     def whole(self) -> memoryview:
-        """All of it, read-only."""
+        """Return all of it, read-only."""
         memory = np.empty(self._size, np.uint8)
         at = 0
         for piece in self._pieces:
@@ -98,7 +98,7 @@ class _Record:
 
 
 def dump(sample: Any) -> memoryview:
-    """The sample as one record, in memory of its own.
+    """Return the sample as one record, in memory of its own.
 
     Raises:
         ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor,
@@ -111,7 +111,7 @@ def dump(sample: Any) -> memoryview:
 
 
 def load(record: Any, *, readonly: bool = False) -> Any:
-    """The sample of a record. Arrays and tensors are views of the record where its memory is writable.
+    """Return the sample of a record. Arrays and tensors are views of the record where its memory is writable.
 
     Args:
         readonly: numpy arrays are views also of read-only memory, and cannot be written to. Tensors have no
@@ -207,7 +207,7 @@ def _write_tensor(out: _Record, value: torch.Tensor, path: str, depth: int) -> N
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The values of a plain CPU tensor in C order, with torch's lazy conjugation and negation applied.
+    """Return the values of a plain CPU tensor in C order, torch's lazy conjugation and negation applied.
 
     Raises:
         RuntimeError, TypeError, NotImplementedError: it has no plain storage, for example a nested tensor.
@@ -327,7 +327,7 @@ def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[
 
 
 def dump_row(values: Mapping[str, Any]) -> memoryview:
-    """The row as one record. Its memoryviews come last; all other values are those of `dump`."""
+    """Return the row as one record. Its memoryviews come last; all other values are those of `dump`."""
     binaries = {name: value for name, value in values.items() if isinstance(value, memoryview)}
     plain = {name: None if name in binaries else value for name, value in values.items()}
     head = dump((plain, {name: len(value) for name, value in binaries.items()}))
@@ -335,7 +335,7 @@ def dump_row(values: Mapping[str, Any]) -> memoryview:
 
 
 def load_row(record: Any) -> dict[str, Any]:
-    """The values of a row; those that were memoryviews are views of the record.
+    """Return the values of a row; those that were memoryviews are views of the record.
 
     Raises:
         DecodeError: the record was not made by `dump_row`.

@@ -128,12 +128,12 @@ class LoggedStep(NamedTuple):
 
 
 def header(rank: int) -> bytes:
-    """The first bytes of a log."""
+    """Return the first bytes of a log."""
     return _HEADER.pack(MAGIC, _VERSION, rank)
 
 
 def rank_of(data: Any) -> int:
-    """The rank whose log this is.
+    """Return the rank whose log this is.
 
     Raises:
         DecodeError: it is no log, or one of another version.
@@ -147,7 +147,7 @@ def rank_of(data: Any) -> int:
 
 
 def frames(data: Any) -> Iterator[tuple[int, RunBegins | LoggedStep]]:
-    """(where it is, what it says) of each frame, up to one that is torn or damaged.
+    """Return (offset, content) of each frame, up to one that is torn or damaged.
 
     Raises:
         DecodeError: a frame is whole, and says what fastload does not write.
@@ -165,13 +165,13 @@ def frames(data: Any) -> Iterator[tuple[int, RunBegins | LoggedStep]]:
 
 
 def step_at(data: Any, at: int) -> LoggedStep:
-    """The step in the frame there, which `frames` has found."""
+    """Return the step in the frame there, which `frames` has found."""
     _, size, _ = _FRAME.unpack_from(data, at)
     return LoggedStep.load(memoryview(data)[at + _FRAME.size : at + _FRAME.size + size])
 
 
 def end_of_frames(data: Any) -> int:
-    """Where the next frame goes: behind the last one that is whole."""
+    """Return where the next frame goes: behind the last one that is whole."""
     at = _HEADER.size
     while at + _FRAME.size <= len(data):
         kind, size, checksum = _FRAME.unpack_from(data, at)

@@ -66,7 +66,7 @@ class TarSplitter(Splitter):
         self._begin()
 
     def _begin(self) -> None:
-        """A new sample begins with the next byte."""
+        """Begin a new sample with the next byte."""
         self._at = 0  # of the next header, from the sample's begin
         self._key = ""
         self._extensions: set[str] = set()
@@ -98,7 +98,7 @@ class TarSplitter(Splitter):
         return None
 
     def _member(self) -> _Member | None:
-        """The member at `_at`; None where its header has not arrived, or the shard is over."""
+        """Return the member at `_at`; None where its header has not arrived, or the shard is over."""
         pieces = self._pieces
         wanted = self._at + BLOCK
         while True:
@@ -149,7 +149,7 @@ class TarSplitter(Splitter):
         self._at = member.end
 
     def _record(self) -> Record:
-        """The sample up to `_at`."""
+        """Return the sample up to `_at`."""
         pieces, size = self._pieces, self._at
         offset, view, error = pieces.offset, pieces.peek(size), self._error
         pieces.skip(size)
@@ -160,7 +160,7 @@ class TarSplitter(Splitter):
 
 
 def sample_name(name: str) -> tuple[str, str]:
-    """(key, extension) of a member; empty for one that belongs to no sample."""
+    """Return (key, extension) of a member; empty for one that belongs to no sample."""
     match = _NAME.fullmatch(name)
     if match is None or name.startswith("__MACOSX/") or "/__MACOSX/" in name:
         return "", ""
@@ -177,7 +177,7 @@ class Member(NamedTuple):
 
 
 def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
-    """(key, extension -> content) of a record: the slice of a shard with one sample.
+    """Return (key, extension -> content) of a record: the slice of a shard with one sample.
 
     Raises:
         DecodeError: the slice does not hold exactly one sample.
@@ -187,7 +187,7 @@ def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
 
 
 def read_members(record: memoryview) -> tuple[str, list[Member]]:
-    """(key, members) of a record, as `read_sample`."""
+    """Return (key, members) of a record, as `read_sample`."""
     at, sample, members = 0, "", dict[str, Member]()
     while at < len(record):
         member = _parse(record, at) if len(record) - at >= BLOCK else BLOCK + at
@@ -211,7 +211,7 @@ def read_members(record: memoryview) -> tuple[str, list[Member]]:
 
 
 def _parse(view: memoryview, at: int) -> _Member | int:
-    """The member whose headers begin at `at`; or the number of bytes of `view` needed to see all of them.
+    """Return the member whose headers begin at `at`, or the bytes of `view` needed to see all of them.
 
     An empty block is a member that ends where it begins.
     """
@@ -268,7 +268,7 @@ def _finish(raw_name: bytes, kind: int, size: int, at: int, sparse: bool) -> _Me
 
 
 def _number(field: bytes) -> int:
-    """A number in octal, or in base 256 (GNU) where its first bit is set."""
+    """Return a number in octal, or in base 256 (GNU) where its first bit is set."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     match = _OCTAL.fullmatch(field)
@@ -286,7 +286,7 @@ def _name(block: bytes) -> bytes:
 
 
 def _pax(data: memoryview) -> tuple[bytes | None, int | None, bool]:
-    """(path, size, whether sparse) of a pax header: records "length key=value\\n"."""
+    """Return (path, size, whether sparse) of a pax header: records "length key=value\\n"."""
     path, size, sparse = None, None, False
     text, at = bytes(data), 0
     while at < len(text):
@@ -323,7 +323,7 @@ class TarWriter:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._index: list[str] = []
+        self._index: list[tuple[int, list[Member]]] = []  # see `wds_index`
         self._keys: set[str] = set()
         self.size = self.samples = 0
 
@@ -340,7 +340,7 @@ class TarWriter:
         if not members or key in self._keys:
             why = "was written already" if members else "has no members"
             raise ArgumentError(f"sample {key!r} {why}", key=key)
-        line = []
+        written = []
         for extension, content in members.items():
             name = f"{key}.{extension}"
             plain = name.isprintable() and "\\" not in name and len(name.split()) == 1
@@ -352,11 +352,11 @@ class TarWriter:
                     key=key,
                 )
             self._write_header(name, len(content))
-            line.append(f"{extension} {self.size} {len(content)} {name}")
+            written.append(Member(name, extension, self.size, self.size + len(content)))
             self._put(content)
             self._put(bytes(-len(content) % BLOCK))
         self._keys.add(key)
-        self._index.append(" ".join(line) + "\n")
+        self._index.append((0, written))
         self.samples += 1
 
     def close(self) -> None:
@@ -364,8 +364,8 @@ class TarWriter:
         self._put(bytes(2 * BLOCK + -(self.size + 2 * BLOCK) % tarfile.RECORDSIZE))
 
     def index(self) -> bytes:
-        """The index in wds2idx's format 1.2: per sample "extension offset size name" of each member."""
-        return f"v1.2 {self.samples}\n".encode() + "".join(self._index).encode()
+        """Return wds2idx's index of the samples, version 1.2."""
+        return wds_index(self._index)
 
     def _write_header(self, name: str, size: int) -> None:
         header = tarfile.TarInfo(name)
@@ -378,7 +378,7 @@ class TarWriter:
 
 
 def wds_index(samples: list[tuple[int, list[Member]]]) -> bytes:
-    """The lines of wds2idx, in version 1.2; in 1.1, which has no names, where a name has white space.
+    """Return lines of wds2idx, in version 1.2; in 1.1, which has no names, where a name has white space.
 
     Args:
         samples: (offset of the record, its members), in order.
@@ -401,7 +401,7 @@ def wds_index(samples: list[tuple[int, list[Member]]]) -> bytes:
 
 
 def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
-    """The offsets of the samples of a shard of that size, with the headers of their members.
+    """Return the offsets of the samples of a shard of that size, with the headers of their members.
 
     A sample begins at the end of the one before.
 
@@ -433,7 +433,7 @@ def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
 
 
 def parse_wids(text: bytes) -> list[tuple[str, int | None]]:
-    """(URL, number of samples) of each shard.
+    """Return (URL, number of samples) of each shard.
 
     Raises:
         DecodeError: not such a file.

@@ -43,13 +43,13 @@ _FOOTER = struct.Struct("<I")
 
 
 def frame(data: Any) -> tuple[bytes, bytes]:
-    """(header, footer) of a record with this data."""
+    """Return (header, footer) of a record with this data."""
     length = struct.pack("<Q", len(data))
     return length + _FOOTER.pack(masked_crc(length)), _FOOTER.pack(masked_crc(data))
 
 
 def unframe(record: memoryview) -> memoryview:
-    """The data of one whole record.
+    """Return the data of one whole record.
 
     Raises:
         DecodeError: `record` is not exactly one record.
@@ -154,7 +154,7 @@ def check_spec(features: Spec) -> None:
 
 
 def parse_example(record: memoryview, features: Spec, *, lacking: bool = False) -> dict[str, Any]:
-    """The wanted features of one serialised Example, in the order of the spec.
+    """Return the wanted features of one serialised Example, in the order of the spec.
 
     Single bytes come as views of the record.
 
@@ -179,7 +179,7 @@ def parse_example(record: memoryview, features: Spec, *, lacking: bool = False) 
 
 
 def read_example(record: memoryview) -> dict[str, list[memoryview] | NDArray[Any]]:
-    """All features of one serialised Example: a list of views of the record, an int64 or float32 array.
+    """Return all features of an Example: a list of views of the record, an int64 or float32 array.
 
     A feature without a list has no kind and becomes an empty list.
 
@@ -225,7 +225,7 @@ def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
 
 
 def _features(record: memoryview, wanted: Spec | None) -> dict[str, tuple[int, Any]]:
-    """Name -> (kind, values). Of unwanted features only the name is read. `wanted` None: all are wanted."""
+    """Return name -> (kind, values) of the wanted features; `wanted` None: of all."""
     found: dict[str, tuple[int, Any]] = {}
     for number, wire, features in _fields(record):
         if number != 1 or wire != _BYTES:
@@ -281,7 +281,7 @@ def _ints(values: memoryview) -> NDArray[np.int64]:
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """(field number, wire type, content) of a message: an int, or a view of the bytes."""
+    """Return (field number, wire type, content) of a message: an int, or a view of the bytes."""
     at, stop = 0, len(message)
     content: Any
     while at < stop:
@@ -309,7 +309,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A varint and the position after it."""
+    """Return a varint and the position after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -326,7 +326,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def encode_example(features: Mapping[str, Any]) -> bytes:
-    """One serialised Example, features in the order of their names, numbers packed.
+    """Return one serialised Example, features in the order of their names, numbers packed.
 
     Args:
         features: name -> bytes (or another buffer), str, int, bool, float, or a list, tuple or
@@ -392,7 +392,7 @@ class TFRecordWriter:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._index: list[str] = []
+        self._index: list[tuple[int, int]] = []
         self.size = self.samples = 0
 
     def write(self, record: Any) -> None:
@@ -402,24 +402,24 @@ class TFRecordWriter:
         for part in (before, record, after):
             self._sink.write(part)
             self.size += len(part)
-        self._index.append(f"{start} {self.size - start}\n")
+        self._index.append((start, self.size - start))
         self.samples += 1
 
     def close(self) -> None:
         """Finish the file. A TFRecord file has no end marker, so nothing is written."""
 
     def index(self) -> bytes:
-        """Lines "offset size" of the records with their framing, as tfrecord2idx writes them."""
-        return "".join(self._index).encode()
+        """Return lines "offset size" of the records with their framing, as tfrecord2idx writes them."""
+        return tfrecord_index(self._index)
 
 
-def tfrecord_index(offsets: Offsets) -> bytes:
-    """The lines of tfrecord2idx."""
-    return "".join(f"{start} {size}\n" for start, size in offsets.tolist()).encode()
+def tfrecord_index(offsets: list[tuple[int, int]]) -> bytes:
+    """Return the lines of tfrecord2idx: (offset, size) of each record."""
+    return "".join(f"{start} {size}\n" for start, size in offsets).encode()
 
 
 def parse_tfrecord_index(text: bytes, shard_size: int) -> Offsets:
-    """The offsets of the records of a shard of that size.
+    """Return the offsets of the records of a shard of that size.
 
     Raises:
         DecodeError: not such an index, or one of another shard.

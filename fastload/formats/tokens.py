@@ -47,12 +47,12 @@ class TokenHeader(NamedTuple):
 
 
 def is_token_type(dtype: np.dtype[Any]) -> bool:
-    """Whether all its values fit into int64, as samples have them."""
+    """Return whether all its values fit into int64, as samples have them."""
     return dtype.kind in "iu" and np.can_cast(dtype, np.int64)
 
 
 def header_of(head: Any) -> TokenHeader | None:
-    """The header of a file that begins with these bytes; None: it has none, and is raw.
+    """Return the header of a file that begins with these bytes; None: it has none, and is raw.
 
     Args:
         head: the first 1024 bytes, or all of a smaller file.

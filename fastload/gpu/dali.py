@@ -24,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from fastload.checks import whole_number
 from fastload.distributed import cores_of_rank, local_ranks
-from fastload.errors import ArgumentError, FastloadError, check_whole_number
+from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
 from fastload.metrics.counters import BadSamples, Counters
@@ -77,7 +78,7 @@ class Dali:
         for name in ("queue_depth", "threads", "width_hint", "height_hint"):
             value = getattr(self, name)
             if value is not None or name == "queue_depth":
-                check_whole_number(name, value)
+                whole_number(name, value)
 
 
 def why_no_dali() -> str | None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from fastload.checks import refuse_class
 from fastload.datasets.wrappers import view_of
-from fastload.errors import ArgumentError, FastloadError, refuse_class
+from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
 from fastload.gpu.decoders import ImageDecoder
 from fastload.gpu.torch_dct import TorchDctDecoder

@@ -23,7 +23,7 @@ def check_size(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _whole(number: Any) -> int | None:
-    """An int, also one of numpy's; None for all else."""
+    """Return an int, also for one of numpy's; None for all else."""
     try:
         return None if isinstance(number, bool) else operator.index(number)
     except TypeError:
@@ -55,7 +55,7 @@ def check_resize(resize: Any) -> int | tuple[int, int] | None:
 
 
 def check_interpolation(interpolation: Any, antialias: Any = True) -> str:
-    """torchvision's two arguments about the resize, as far as they ask for one that is done here."""
+    """Check torchvision's two arguments about the resize, as far as they ask for one that is done here."""
     wanted = getattr(interpolation, "value", interpolation)  # InterpolationMode.BILINEAR, PIL's BILINEAR
     known = {"bilinear": "bilinear", 2: "bilinear", "nearest": "nearest", 0: "nearest"}
     if isinstance(wanted, bool) or not isinstance(wanted, int | str) or wanted not in known:

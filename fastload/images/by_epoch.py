@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastload.errors import ArgumentError, refuse_class
+from fastload.checks import refuse_class
+from fastload.errors import ArgumentError
 
 
 class ByEpoch:
@@ -46,7 +47,7 @@ class ByEpoch:
         self.current = self.transforms[0]
 
     def start_epoch(self, epoch: int) -> None:
-        """From now on, samples are of this epoch."""
+        """Begin an epoch, of which all samples are from now on."""
         self.current = transform_at(self, epoch)
 
     def __call__(self, sample: Any) -> Any:
@@ -57,22 +58,22 @@ class ByEpoch:
 
 
 def current_transform(transform: Any) -> Any:
-    """The transform in use in this epoch, also where `transform` is not a `ByEpoch`."""
+    """Return the transform in use in this epoch, also where `transform` is not a `ByEpoch`."""
     return transform.current if isinstance(transform, ByEpoch) else transform
 
 
 def all_transforms(transform: Any) -> list[Any]:
-    """The transforms of all epochs."""
+    """Return the transforms of all epochs."""
     return list(transform.transforms.values()) if isinstance(transform, ByEpoch) else [transform]
 
 
 def first_epochs(transform: Any) -> list[int]:
-    """The epochs from which on another transform is in use."""
+    """Return the epochs from which on another transform is in use."""
     return list(transform.transforms) if isinstance(transform, ByEpoch) else [0]
 
 
 def transform_at(transform: Any, epoch: int) -> Any:
-    """The transform of one epoch."""
+    """Return the transform of one epoch."""
     if not isinstance(transform, ByEpoch):
         return transform
     return transform.transforms[max(first for first in transform.transforms if first <= epoch)]

@@ -9,11 +9,14 @@ loader.
 
 from __future__ import annotations
 
+import functools
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,8 +26,8 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_channels, check_size
 from fastload.images.by_epoch import all_transforms
 from fastload.images.dct import Unindexed
-from fastload.images.decode import MAX_PIXELS, open_image
-from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active
+from fastload.images.decode import MAX_PIXELS, find_format, open_image
+from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, kernel, threads
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_T = TypeVar("_T")
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
 
@@ -58,7 +62,7 @@ _notes: ContextVar[list[tuple[CropBox, bool]] | None] = ContextVar("notes", defa
 
 @contextmanager
 def noted_boxes(notes: list[tuple[CropBox, bool]]) -> Iterator[None]:
-    """Inside, each box that a transform chooses is noted: (box, its sample has a generator of its own)."""
+    """Note each box that a transform chooses inside: (box, its sample has a generator of its own)."""
     before = _notes.set(notes)
     try:
         yield
@@ -137,43 +141,43 @@ class Crop(ABC):
         return self.shape_of(self.height, self.width)
 
     def shape_of(self, height: int, width: int) -> tuple[int, int, int]:
-        """The shape of a result of that size."""
+        """Return the shape of a result of that size."""
         return (height, width, self.channels) if self.channels_last else (self.channels, height, width)
 
     def result_size(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) of the result for an image of that size."""
+        """Return (height, width) of the result for an image of that size."""
         return self.height, self.width
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result: uint8."""
+        """Return the dtype of the result, uint8."""
         import torch
 
         return torch.uint8
 
     @property
     def own_values(self) -> bool:
-        """Whether it needs the values of the image itself, not those of a smaller or re-encoded copy."""
+        """Return whether it needs the image's own values, not those of a smaller or re-encoded copy."""
         return self.interpolation == "nearest" or self.channels == 1
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether a decoder on the device does the same."""
+        """Return whether a decoder on the device does the same."""
         return not self.own_values
 
     @property
     @abstractmethod
     def law(self) -> tuple[Any, ...]:
-        """What decides which part of an image is taken: equal where two transforms cut alike."""
+        """Return the geometry: equal where two transforms take the same part of an image."""
 
     @property
     def box_law(self) -> BoxLaw | None:
-        """How the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
+        """Return how the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
         return None
 
     @property
     def number(self) -> int:
-        """64 bits that differ where other pixels come out, of the same image and random numbers."""
+        """Return 64 bits that differ where other pixels come out, of the same image and random numbers."""
         what = self.law, self.height, self.width, self.interpolation, self.channels
         return xxhash.xxh3_64_intdigest(repr(what).encode())
 
@@ -182,7 +186,7 @@ class Crop(ABC):
         """Choose the box for an image of that size."""
 
     def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
-        """The box for an image of that size which is cut like one of size `first`, with its proportions."""
+        """Return the box for an image that is cut like one of size `first`, with its proportions."""
         chosen = self.box_for(*first, rng)
         across, down = width / first[0], height / first[1]
         x0, y0, x1, y1 = chosen.box
@@ -213,24 +217,27 @@ class Crop(ABC):
         """
         self._check_rows(out, len(images), np.dtype(np.uint8))
         failures: dict[int, DecodeError] = {}
-        items: list[Item] = []
-        for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
+
+        def begin(k: int) -> Item | None:
+            """Make row `k`; or return what the kernel is to make it of."""
             try:
                 first = None if sizes is None else sizes[k]
-                source, width, height, chosen = self.choose_box(image, SampleRng(seed), first)
+                image = images[k]
+                source, width, height, chosen = self.choose_box(image, SampleRng(seeds[k]), first)
                 if sizes is not None and first is None:
                     sizes[k] = width, height
                 encoded = source is image or isinstance(source, memoryview)
                 if encoded and chosen[2:] == (None, False) and self.interpolation == "bilinear":
-                    if isinstance(image, Unindexed):
-                        items.append((k, source, *chosen.box, chosen.flip, image.index_room(height)))
-                    else:
-                        items.append((k, source, *chosen.box, chosen.flip))
-                else:  # already decoded (a PNG, say): used at once, so that only one such image is in memory
-                    self.render_one(out[k], source, chosen)
+                    room = (image.index_room(height),) if isinstance(image, Unindexed) else ()
+                    return (k, source, *chosen.box, chosen.flip, *room)
+                # Already decoded (a PNG, say): used at once, so that a thread has one such image in memory.
+                self.render_one(out[k], source, chosen)
             except DecodeError as error:
                 failures[k] = error
-        failures.update(self.render(out, items))
+            return None
+
+        items = _map_rows(begin, images)
+        failures.update(self.render(out, [item for item in items if item is not None]))
         return sorted(failures.items())
 
     def _check_rows(self, out: np.ndarray[Any, Any], count: int, dtype: np.dtype[Any]) -> None:
@@ -308,7 +315,7 @@ class Crop(ABC):
         seeds: Sequence[int],
         sizes: list[Size | None] | None = None,
     ) -> list[tuple[int, DecodeError]]:
-        """`fill` for some rows of a batch; (position in `rows`, error) of those that failed.
+        """Do what `fill` does for some rows of a batch; return (position in `rows`, error) of failures.
 
         Args:
             images: (n, *sample_shape) of `dtype`, the whole batch.
@@ -351,7 +358,7 @@ class Crop(ABC):
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
-        """A row of a batch, as `__call__` gives it."""
+        """Return A row of a batch, as `__call__` gives it."""
         return row
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
@@ -400,12 +407,12 @@ class Crop(ABC):
     def _nearest(
         self, image_width: int, image_height: int, chosen: CropBox, height: int, width: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows and columns of an image that a result of `height` and `width` consists of."""
+        """Return the rows and columns of an image that a result of `height` and `width` consists of."""
         x0, y0, x1, y1 = chosen.box
         return nearest(y0, y1, height), nearest(x0, x1, width)
 
     def _options(self) -> str:
-        """The arguments of both crops that `repr` shows, because they differ from their defaults."""
+        """Return the arguments of both crops that `repr` shows, because they differ from their defaults."""
         shown = f", interpolation={self.interpolation!r}" if self.interpolation != "bilinear" else ""
         shown += f", channels={self.channels}" if self.channels != 3 else ""
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
@@ -413,6 +420,41 @@ class Crop(ABC):
         return shown + ("" if self.strict else ", strict=False")
 
 
+def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
+    """Call `make` for each row. Rows that Python decodes, such as a PNG's, are shared by threads too."""
+    others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
+    if len(others) < 2:
+        return [make(k) for k in range(len(images))]
+    made = dict(zip(others, _decoders(os.getpid(), threads()).map(make, others), strict=True))
+    return [made[k] if k in made else make(k) for k in range(len(images))]
+
+
+def _is_for_kernel(image: Source) -> bool:
+    if isinstance(image, np.ndarray) and image.ndim == 3:
+        return True
+    try:
+        return find_format(image)[1] == "JPEG"
+    except DecodeError:
+        return True  # to decode it says what is wrong
+
+
+@functools.lru_cache(maxsize=1)
+def _decoders(process: int, count: int) -> ThreadPoolExecutor:
+    """Return threads for the formats that Pillow decodes, most of the time without the GIL."""
+    return ThreadPoolExecutor(count, "fastload-decode")
+
+
+def made_by_kernel(transform: Any) -> bool:
+    """Return whether the kernel makes the whole result in every epoch, and no code of the user's does."""
+    return kernel is not None and all(
+        isinstance(one, Crop)
+        and type(one).__module__.startswith("fastload.")
+        and one.fills_rows
+        and not one.own_values
+        for one in all_transforms(transform)
+    )
+
+
 def is_fused(transform: Any) -> bool:
-    """Whether it is one of the crops, or has one in some epoch."""
+    """Return whether it is one of the crops, or has one in some epoch."""
     return any(isinstance(one, Crop) for one in all_transforms(transform))

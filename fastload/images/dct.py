@@ -24,12 +24,12 @@ from fastload.images.kernel import Source, record_writer, row_index
 
 
 def available() -> bool:
-    """Whether this process reads and writes records: the compiled kernel does, its fallback does not."""
+    """Return whether this process reads and writes records: the kernel does, its fallback does not."""
     return record_writer() is not None
 
 
 def to_dct(data: Source) -> bytes:
-    """The record of an image file, or the file's own bytes where there is none.
+    """Return the record of an image file, or the file's own bytes where there is none.
 
     There is none for formats other than JPEG, for damaged files, for a few rare kinds of JPEG (several scans
     with more than 10 blocks an MCU; progressive files without their last scans), and without the kernel.
@@ -45,7 +45,7 @@ def to_dct(data: Source) -> bytes:
 
 
 def with_rows(data: Source) -> Any:
-    """An image file behind the index of its rows, or the file itself where there is none.
+    """Return an image file behind the index of its rows, or the file itself where there is none.
 
     There is none for formats other than JPEG, for damaged files, for those of several scans or with
     arithmetic codes, and without the kernel.
@@ -67,7 +67,7 @@ class Unindexed(np.ndarray[Any, np.dtype[np.uint8]]):
 
     @classmethod
     def of(cls, file: Source) -> Unindexed:
-        """A view of these bytes."""
+        """Return A view of these bytes."""
         return np.frombuffer(file, np.uint8).view(cls)
 
     def bind(self, write: Callable[[Any], object], give_up: Callable[[], object]) -> None:
@@ -75,12 +75,12 @@ class Unindexed(np.ndarray[Any, np.dtype[np.uint8]]):
         self._write, self._give_up = write, give_up
 
     def index_room(self, height: int) -> bytearray:
-        """Memory for the index of an image of that height, which a crop makes; see `kernel.Item`."""
+        """Return memory for the index of an image of that height, which a crop makes; see `kernel.Item`."""
         self._index = bytearray(index_size(-(-height // 8)))
         return self._index
 
     def index(self) -> bytes:
-        """The index of its rows; empty where it has none."""
+        """Return the index of its rows; empty where it has none."""
         made = None if self._index is None else used_index(memoryview(self._index))
         return row_index(self.data, MAX_PIXELS) or b"" if made is None else bytes(made)
 

@@ -148,7 +148,7 @@ class Smaller(NamedTuple):
 
 
 def open_smaller(data: Source, short_side: int) -> Smaller:
-    """What `decode_resized` decodes, with the EXIF orientation: the form that caches keep.
+    """Open what `decode_resized` decodes, with the EXIF orientation: the form that caches keep.
 
     Raises:
         DecodeError: not an image of a known format, a damaged header, or too large.
@@ -204,14 +204,14 @@ def shrink(
 
 
 def resized_size(width: int, height: int, short_side: int) -> tuple[int, int]:
-    """(width, height) after torchvision's Resize(short_side): the longer side is rounded down."""
+    """Return (width, height) after torchvision's Resize(short_side): the longer side is rounded down."""
     if width <= height:
         return short_side, int(short_side * height / width)
     return int(short_side * width / height), short_side
 
 
 def open_image(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int, int]:
-    """(source, width, height) of an image. A JPEG stays encoded, other formats are decoded to HWC uint8.
+    """Return (source, width, height) of an image: a JPEG stays encoded, others are decoded to HWC uint8.
 
     Raises:
         DecodeError: as `decode_image`.
@@ -236,7 +236,7 @@ def _open(image: Source, max_pixels: int, strict: bool) -> _Opened:
 
 
 def is_pixels(image: Source) -> bool:
-    """Whether this is decoded pixels, not the bytes of a file."""
+    """Return whether this is decoded pixels, not the bytes of a file."""
     return isinstance(image, np.ndarray) and image.ndim != 1
 
 
@@ -250,7 +250,7 @@ def _check_pixels(image: np.ndarray[Any, Any]) -> Pixels:
 
 
 def find_format(image: Source) -> tuple[memoryview, str]:
-    """(bytes of an image file, Pillow's name of its format by its first bytes).
+    """Return (bytes of an image file, Pillow's name of its format by its first bytes).
 
     Raises:
         DecodeError: it is no image of a known format.
@@ -260,7 +260,7 @@ def find_format(image: Source) -> tuple[memoryview, str]:
 
 
 def _as_bytes(image: Source) -> memoryview:
-    """One-dimensional view of an image file in memory."""
+    """Return one-dimensional view of an image file in memory."""
     try:
         data = memoryview(image)
     except TypeError:
@@ -274,7 +274,7 @@ def _as_bytes(image: Source) -> memoryview:
 
 
 def is_image(data: Source) -> bool:
-    """Whether bytes begin like an image of a format that is decoded here."""
+    """Return whether bytes begin like an image of a format that is decoded here."""
     try:
         return bool(_sniff(_as_bytes(data)))
     except DecodeError:
@@ -282,7 +282,7 @@ def is_image(data: Source) -> bool:
 
 
 def _sniff(data: memoryview) -> str:
-    """Pillow's name of the format, from the first bytes."""
+    """Return Pillow's name of the format, from the first bytes."""
     head = bytes(data[:16])
     for signature, name in _SIGNATURES:
         if head.startswith(signature):
@@ -305,7 +305,7 @@ def _sniff(data: memoryview) -> str:
 
 
 def _whole(source: Source, width: int, height: int, max_pixels: int, strict: bool) -> Pixels:
-    """All pixels of an opened image."""
+    """Return all pixels of an opened image."""
     if not is_pixels(source):
         return _decode_jpeg(source, width, height, 1, max_pixels, strict)
     pixels: Pixels = source
@@ -337,7 +337,7 @@ def _rgb(image: Image) -> Pixels:
 def decode_other(
     data: memoryview, name: str, max_pixels: int, pixels_of: Callable[[Image], Pixels] = _rgb
 ) -> tuple[Pixels, int]:
-    """(pixels, EXIF orientation) of an image of another format than JPEG, by Pillow.
+    """Return (pixels, EXIF orientation) of an image of another format than JPEG, by Pillow.
 
     Args:
         name: Pillow's, of the format.
@@ -363,7 +363,7 @@ def decode_other(
 
 
 def why_not(name: str) -> str | None:
-    """None where images of this format can be decoded here; else the reason and the remedy."""
+    """Return None where images of this format can be decoded here; else the reason and the remedy."""
     try:
         from PIL import features
     except ImportError:
@@ -377,7 +377,7 @@ def why_not(name: str) -> str | None:
 
 
 def _orientation_of(image: Image) -> int:
-    """The orientation, read once the pixels are loaded: by then Pillow has applied that of a TIFF."""
+    """Return the orientation, read once the pixels are loaded: by then Pillow has applied that of a TIFF."""
     try:
         orientation = image.getexif().get(0x0112)
     except Exception:  # broken EXIF data does not spoil an image that decodes

@@ -61,16 +61,16 @@ class EncodedImages:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the decoded batch: (n, *crop.sample_shape)."""
+        """Return the shape of the decoded batch: (n, *crop.sample_shape)."""
         return (len(self), *self.crop.sample_shape)
 
     @property
     def encoded_rows(self) -> NDArray[np.int64]:
-        """The rows left for the decoder."""
+        """Return the rows left for the decoder."""
         return np.flatnonzero(self.pixel_rows < 0)
 
     def file(self, row: int) -> NDArray[np.uint8]:
-        """The encoded image of a row: a view of `data`."""
+        """Return the encoded image of a row: a view of `data`."""
         start, end = self.spans[row]
         view: NDArray[np.uint8] = self.data.numpy()[start:end]
         return view
@@ -148,7 +148,7 @@ class EncodedBatch:
             part[target] = part[source]
 
     def finish(self) -> EncodedImages:
-        """The filled batch, its files one after another in memory allocated to fit."""
+        """Return the filled batch, its files one after another in memory allocated to fit."""
         positions: dict[int, int] = {}  # by id of the source, as rows may share one
         files: list[Source] = []
         pixels: list[Pixels] = []

@@ -28,7 +28,7 @@ Pixels = NDArray[np.uint8]
 
 
 def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
-    """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`, or was cut."""
+    """Return (width, height) of a JPEG's header; ValueError for more than `max_pixels`, or a cut file."""
     height, width, _ = _header(data)
     if height * width > max_pixels:
         raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
@@ -38,7 +38,7 @@ def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
 
 
 def _has_end(view: memoryview) -> bool:
-    """Whether an end marker follows the header. Bytes after it are ignored."""
+    """Return whether an end marker follows the header. Bytes after it are ignored."""
     if bytes(view[-2:]) == b"\xff\xd9":
         return True
     data, at = bytes(view), 2
@@ -51,7 +51,7 @@ def _has_end(view: memoryview) -> bool:
 
 
 def _header(data: Any) -> tuple[int, int, str]:
-    """(height, width, colour space) of a JPEG."""
+    """Return (height, width, colour space) of a JPEG."""
     if is_record(data):
         raise ValueError("a record of a cache, which only the compiled kernel reads")
     try:
@@ -90,7 +90,7 @@ def crop_resize(
 
 
 def set_threads(count: int) -> int:
-    """No threads: the calling thread makes all rows."""
+    """Make no threads: the calling thread makes all rows."""
     return 0
 
 
@@ -113,16 +113,16 @@ def begin_rows(
 
 
 def finish_rows(job: list[int]) -> tuple[list[tuple[int, str]], float, float]:
-    """The rows of a job, none of them made."""
+    """Return the rows of a job, none of them made."""
     return [(row, "the kernel is missing") for row in job], 0.0, 0.0
 
 
 def read_ahead(places: NDArray[np.void]) -> None:
-    """Nothing: the general way reads ahead by itself."""
+    """Do nothing: the general way reads ahead by itself."""
 
 
 def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
-    """RGB pixels of a JPEG. With a minimum: at the smallest scale that reaches it."""
+    """Decode a JPEG to RGB pixels. With a minimum: at the smallest scale that reaches it."""
     cmyk = _header(data)[2] in ("CMYK", "YCCK")
     options = {
         "colorspace": "CMYK" if cmyk else "RGB",
@@ -142,7 +142,7 @@ def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) ->
 
 
 def _cmyk_to_rgb(inverted: Pixels) -> Pixels:
-    """RGB of CMYK stored inverted, as Adobe does and as Pillow assumes of every JPEG; Pillow's rounding."""
+    """Return RGB of CMYK stored inverted, as Pillow assumes of every JPEG; Pillow's rounding."""
     black = inverted[..., 3:].astype(np.int32)
     product = (255 - inverted[..., :3].astype(np.int32)) * black + 128
     return np.clip(black - (((product >> 8) + product) >> 8), 0, 255).astype(np.uint8)
@@ -155,7 +155,7 @@ def _resize(
     clamp: bool,
     max_pixels: int,
 ) -> Pixels:
-    """The box of `pixels` resized to `size` (height, width) by an antialiased bilinear filter."""
+    """Resize the box of `pixels` to `size` (height, width) by an antialiased bilinear filter."""
     if clamp:
         (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])  # whole pixels, as the kernel
         pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
@@ -168,7 +168,7 @@ def _resize(
 def _resize_torch(
     pixels: Pixels, box: tuple[float, float, float, float], size: tuple[int, int], max_pixels: int
 ) -> Pixels:
-    """Without Pillow: torch resizes the whole image, and the box is cut from that."""
+    """Resize the whole image by torch, without Pillow, and cut the box from that."""
     import torch
 
     height, width = pixels.shape[:2]

@@ -171,7 +171,7 @@ class Fused(Crop):
         return value, size
 
     def _value_of(self, pixels: Pixels) -> Any:
-        """Pixels -> the PIL image or tensor that the next step gets."""
+        """Return the PIL image or tensor that the next step gets."""
         if self._values is None:
             from PIL import Image
 
@@ -183,7 +183,7 @@ class Fused(Crop):
         return self.as_sample(torch.from_numpy(out))
 
     def _flipped(self, width: int, height: int, rng: Rng, choose: Callable[[], CropBox]) -> CropBox:
-        """The box, with the flips around it, in torchvision's order of draws."""
+        """Return the box, with the flips around it, in torchvision's order of draws."""
         mirrored, inverted = _draw(self._before, rng)
         (x0, y0, x1, y1), _, inner, _ = choose()
         flip, turn = _draw(self._after, rng)
@@ -204,7 +204,7 @@ class Fused(Crop):
 
 
 def _draw(flips: list[Flip], rng: Rng) -> tuple[bool, bool]:
-    """(whether to flip horizontally, vertically)."""
+    """Draw (whether to flip horizontally, vertically)."""
     drawn = [False, False]
     for vertical, probability in flips:
         drawn[vertical] ^= rng.random() < probability
@@ -212,7 +212,7 @@ def _draw(flips: list[Flip], rng: Rng) -> tuple[bool, bool]:
 
 
 def _look_up(table: np.ndarray[Any, Any], pixels: Pixels, out: np.ndarray[Any, Any]) -> None:
-    """Values of (n, 3, H, W) pixels, into `out`.
+    """Write the values of (n, 3, H, W) pixels into `out`.
 
     Arithmetic of torch on whole batches takes a third of the time, but it depends on torchvision's version
     which one gives the same bits; both are below a tenth of the decoding.

@@ -24,7 +24,7 @@ _LUMA_FACTORS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
 
 
 def is_plain_jpeg(data: Any) -> bool:
-    """Whether hardware and GPU decoders take this JPEG, and every decoder reads it in the same way.
+    """Return whether hardware and GPU decoders take this JPEG, and every decoder reads it in the same way.
 
     True for sequential, Huffman-coded, 8 bits, one scan, grayscale or YCbCr in a common subsampling. False
     for CMYK, RGB, arithmetic, lossless, 12 bits, progressive. Hardware engines refuse progressive files; a
@@ -51,7 +51,7 @@ def is_plain_jpeg(data: Any) -> bool:
 
 
 def jpeg_components(data: Any) -> int:
-    """The number of components in a JPEG's frame, or a record's: 1 is grey. 0 where the header is damaged."""
+    """Return the number of components of a JPEG or a record: 1 is grey. 0 where the header is damaged."""
     view = without_rows(memoryview(data).cast("B"))
     if is_dct(view):
         return view[7]
@@ -62,7 +62,7 @@ def jpeg_components(data: Any) -> int:
 
 
 def jpeg_orientation(data: Any) -> int:
-    """The orientation of a JPEG, 1 to 8, as Pillow's `exif_transpose` reads it: from EXIF, or else from XMP.
+    """Return the orientation of a JPEG, 1 to 8, as Pillow's `exif_transpose` does: of EXIF, or else of XMP.
 
     1 where there is none, or it cannot be read. A record has that of its JPEG.
     """
@@ -85,7 +85,7 @@ def jpeg_orientation(data: Any) -> int:
 
 
 def exif_of(orientation: int) -> bytes:
-    """EXIF data with an orientation and nothing else."""
+    """Return EXIF data with an orientation and nothing else."""
     entry = struct.pack(">HHIHH", _ORIENTATION, 3, 1, orientation, 0)
     return _EXIF + b"MM\0*" + struct.pack(">IH", 8, 1) + entry + bytes(4)
 
@@ -98,7 +98,7 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
 
 
 def without_exif(jpeg: memoryview) -> memoryview:
-    """A JPEG without its EXIF segments, for decoders that would turn its pixels; itself where it has none."""
+    """Return a JPEG without its EXIF segments, for decoders that would turn its pixels."""
     kept, done = bytearray(), 0
     for marker, body, start in _segments(jpeg):
         if marker == _SOS:
@@ -110,7 +110,7 @@ def without_exif(jpeg: memoryview) -> memoryview:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
-    """(marker, body, where the body starts) of the segments of a JPEG, up to the first damaged one."""
+    """Return (marker, body, where the body starts) of the segments of a JPEG, up to the first damaged one."""
     at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
     while at + 4 <= len(view) and view[at] == 0xFF:
         marker = view[at + 1]
@@ -126,7 +126,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
 
 
 def _tiff_orientation(tiff: bytes) -> int | None:
-    """The orientation in the first directory of TIFF data, the form of EXIF; None where there is none."""
+    """Return the orientation in the first directory of TIFF data, the form of EXIF; None without one."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None or len(tiff) < 8:
         return None
@@ -142,13 +142,13 @@ def _tiff_orientation(tiff: bytes) -> int | None:
 
 
 def _components(frame: bytes) -> bytes:
-    """(id, factors, table) of each component, from a frame header of 8 bits; empty for others."""
+    """Return (id, factors, table) of each component, from a frame header of 8 bits; empty for others."""
     count = frame[5] if len(frame) > 5 else 0
     whole = frame[0] == 8 and len(frame) == 6 + 3 * count and count in (1, 3) if frame else False
     return frame[6:] if whole else b""
 
 
 def _is_ycbcr(components: bytes, jfif: bool, adobe: int) -> bool:
-    """Whether three components are luma and chroma, by libjpeg's rules, in a common subsampling."""
+    """Return whether three components are luma and chroma, by libjpeg's rules, in a common subsampling."""
     rgb = adobe == 0 if not jfif and adobe >= 0 else not jfif and components[::3] == b"RGB"
     return not rgb and components[1] in _LUMA_FACTORS and components[4] == components[7] == 0x11

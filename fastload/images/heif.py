@@ -17,11 +17,11 @@ from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import __version__ as torch_version
 
 from fastload.errors import DecodeError
 from fastload.images.headers import exif_of
 from fastload.images.kernel import Pixels
-from fastload.images.torchcodec import image_decoders, why_no_torchcodec
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -50,7 +50,7 @@ class _Header(NamedTuple):
 
 
 def sniff_boxes(data: memoryview) -> str | None:
-    """Pillow's name of the format by the brands of the first box, "AVIF" or "HEIF"; None for another file."""
+    """Return "AVIF" or "HEIF", Pillow's name, by the brands of the first box; None for another file."""
     if bytes(data[4:8]) != b"ftyp":
         return None
     end = min(int.from_bytes(data[:4], "big"), len(data), _LONGEST_FTYP)
@@ -72,7 +72,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def why_no_avif() -> str | None:
-    """None where AVIF can be decoded; else the remedy."""
+    """Return None where AVIF can be decoded; else the remedy."""
     why = None if _pillow_has_avif() else why_no_torchcodec()
     if why is None:
         return None
@@ -82,8 +82,24 @@ def why_no_avif() -> str | None:
     )
 
 
+@functools.cache
+def why_no_torchcodec() -> str | None:
+    """Return None where TorchCodec can decode images; else the remedy. Asked once a process."""
+    try:
+        import torchcodec
+        import torchcodec.decoders
+    except ImportError as error:
+        return f"TorchCodec is missing: pip install torchcodec ({error})"
+    except (OSError, RuntimeError) as error:  # its libraries are of another build than torch
+        why = error.__cause__ or error
+        return f"TorchCodec does not load: {why}. Install the build for torch {torch_version}"
+    if not hasattr(torchcodec.decoders, "decode_jpeg"):
+        return f"TorchCodec {torchcodec.__version__} decodes no images: pip install 'torchcodec>=0.16'"
+    return None
+
+
 def why_no_heic() -> str | None:
-    """None where HEIC can be decoded; else the remedy."""
+    """Return None where HEIC can be decoded; else the remedy."""
     try:
         import pillow_heif  # noqa: F401
     except ImportError as error:
@@ -92,7 +108,7 @@ def why_no_heic() -> str | None:
 
 
 def open_avif(data: memoryview, max_pixels: int) -> Image:
-    """A PIL image of an AVIF. TorchCodec's is decoded already, and RGB without alpha.
+    """Open an AVIF as a PIL image. TorchCodec's is decoded already, and RGB without alpha.
 
     Raises:
         DecodeError: TorchCodec would decode more than one image of it.
@@ -109,8 +125,10 @@ def open_avif(data: memoryview, max_pixels: int) -> Image:
             "an animated AVIF, of which TorchCodec decodes all images at once: Pillow takes the first one: "
             "pip uninstall -y pillow-simd, then pip install --force-reinstall pillow"
         )
+    from torchcodec.decoders import decode_avif
+
     # With mode="RGB" it would darken what is transparent. Pillow's convert("RGB") only leaves out the alpha.
-    planes = image_decoders().decode_avif(bytes(data), mode="UNCHANGED")[:3]
+    planes = decode_avif(bytes(data), mode="UNCHANGED")[:3]
     image = Image.fromarray(_turned_back(planes.permute(1, 2, 0).numpy(), header.orientation))
     if header.orientation != 1:
         image.info["exif"] = exif_of(header.orientation)
@@ -118,7 +136,7 @@ def open_avif(data: memoryview, max_pixels: int) -> Image:
 
 
 def open_heic(data: memoryview, max_pixels: int) -> Image:
-    """A PIL image of a HEIC, decoded. Pillow's own list of formats is not changed.
+    """Open and decode a HEIC as a PIL image. Pillow's own list of formats is not changed.
 
     Raises:
         Exception: of any type, on damaged bytes.
@@ -145,7 +163,7 @@ def _pillow_has_avif() -> bool:
 
 
 def _turned_back(pixels: Pixels, orientation: int) -> Pixels:
-    """The pixels before an EXIF orientation was applied."""
+    """Return the pixels before an EXIF orientation was applied."""
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
@@ -154,7 +172,7 @@ def _turned_back(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def _read_header(data: memoryview) -> _Header:
-    """What the boxes of an AVIF say.
+    """Read what the boxes of an AVIF say.
 
     Raises:
         ValueError: they say no size, for example because the file was cut.
@@ -231,7 +249,7 @@ def _only(kind: bytes, boxes: list[tuple[bytes, memoryview]]) -> memoryview:
 
 
 def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """(type, body) of the boxes beside each other, up to the first one that is damaged or cut.
+    """Return (type, body) of the boxes beside each other, up to the first one that is damaged or cut.
 
     Raises:
         ValueError: there are more than any image has.
@@ -256,7 +274,7 @@ def _primary_item(pitm: memoryview) -> int:
 
 
 def _orientation(listed: list[tuple[bytes, memoryview]], ipma: memoryview, item: int) -> int:
-    """The orientation by the properties of one item."""
+    """Return the orientation by the properties of one item."""
     angle, axis = 0, None
     for number in next((numbers for other, numbers in _associations(ipma) if other == item), []):
         kind, body = listed[number - 1] if 0 < number <= len(listed) else (b"", ipma[:0])
@@ -268,7 +286,7 @@ def _orientation(listed: list[tuple[bytes, memoryview]], ipma: memoryview, item:
 
 
 def _associations(ipma: memoryview) -> Iterator[tuple[int, list[int]]]:
-    """(item, the numbers, from 1, of the properties that belong to it)"""
+    """Return (item, the numbers, from 1, of the properties that belong to it)"""
     if len(ipma) < 8:
         return
     id_size, wide = (4 if ipma[0] else 2), ipma[3] & 1

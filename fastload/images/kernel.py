@@ -37,7 +37,7 @@ class Kernel(Protocol):
     """The functions of the kernel and of its fallback. They raise ValueError for bytes that are no JPEG."""
 
     def jpeg_size(self, data: Source, max_pixels: int, strict: bool) -> tuple[int, int]:
-        """(width, height) from a JPEG's header.
+        """Return (width, height) from a JPEG's header.
 
         Raises:
             ValueError: the image has more than `max_pixels`, or the file was cut (only with `strict`).
@@ -108,6 +108,7 @@ class Kernel(Protocol):
         """Let the system read records that are not in memory. Does not wait for them."""
 
 
+_threads = 0
 kernel: Kernel | None
 try:
     import fastload.images.compiled as compiled
@@ -122,14 +123,27 @@ _warned = mmap.mmap(-1, 1) if kernel is None else None
 
 
 def active() -> Kernel:
-    """The kernel, or its fallback where `kernel` is None. Tests set it to None to test the fallback."""
+    """Return the kernel, or its fallback where `kernel` is None. Tests set that to test the fallback."""
     if _warned is not None and not _warned[0]:
         _warn(_warned)
     return fallback if kernel is None else kernel
 
 
+def set_threads(count: int) -> int:
+    """Have `count` threads share the rows of each batch of this process; 0: the calling thread makes them."""
+    global _threads
+    if count != _threads:
+        _threads = active().set_threads(count)
+    return _threads
+
+
+def threads() -> int:
+    """Return how many threads share the rows of a batch."""
+    return _threads
+
+
 def record_writer() -> Callable[[Source, int, int], bytes] | None:
-    """The function of the kernel that makes records: (JPEG, EXIF orientation, max_pixels) -> record.
+    """Return the kernel's function that makes records: (JPEG, EXIF orientation, max_pixels) -> record.
 
     It raises ValueError where there is no record of a file. None without the kernel, and where its libjpeg is
     built in a way that records do not fit.
@@ -139,7 +153,7 @@ def record_writer() -> Callable[[Source, int, int], bytes] | None:
 
 
 def row_index(file: Source, max_pixels: int) -> bytes | None:
-    """The index of the rows of a JPEG, which its bytes follow; None where there is none, or no kernel.
+    """Return the index of the rows of a JPEG, which its bytes follow; None without one, or without a kernel.
 
     There is none for damaged files, and for those whose Huffman codes libjpeg decodes.
     """
@@ -155,7 +169,7 @@ def row_index(file: Source, max_pixels: int) -> bytes | None:
 
 
 def take_by_libjpeg() -> int:
-    """Images since the last call, in this process, whose Huffman codes libjpeg decoded instead of the kernel.
+    """Return the images since the last call, in this process, whose Huffman codes libjpeg decoded.
 
     They are progressive, arithmetic, damaged, or so small that tables of their own would not pay.
     """
@@ -175,7 +189,7 @@ def _warn(warned: mmap.mmap) -> None:
 
 
 def backend() -> dict[str, str | None]:
-    """What decodes JPEGs in this process.
+    """Return what decodes JPEGs in this process.
 
     Returns:
         "jpeg": "kernel" or "fallback". "simd": "avx2", "neon" or "scalar", the kernel's resize.

@@ -19,7 +19,7 @@ _LONGEST = 1 << 22  # numbers of pixels of one axis that are computed: 32 MB
 
 
 def open_values(image: Source, channels: int, max_pixels: int, strict: bool) -> Pixels:
-    """All pixels of an image, (height, width, channels): its own single channel, or RGB.
+    """Return all pixels of an image, (height, width, channels): its own single channel, or RGB.
 
     Raises:
         DecodeError: as `decode_image`; or one channel is wanted, and it has several, or one of 16 bits.
@@ -36,7 +36,7 @@ def open_values(image: Source, channels: int, max_pixels: int, strict: bool) -> 
 
 
 def open_grey(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int, int]:
-    """(source, width, height) of an image of one channel to be interpolated, as `open_image`.
+    """Return (source, width, height) of an image of one channel to be interpolated, as `open_image`.
 
     Raises:
         DecodeError: as `open_values`; or its values are numbers that must not be interpolated.
@@ -52,7 +52,7 @@ def open_grey(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int
 
 
 def own_channel(image: Any) -> Pixels:
-    """(height, width, 1) of a PIL image: its grey values, the indices into its palette, 0 and 1 of one bit.
+    """Return (height, width, 1) of a PIL image: grey values, indices into its palette, or 0 and 1 of one bit.
 
     Raises:
         DecodeError: it has several channels, or values of more than 8 bits.
@@ -68,7 +68,7 @@ def own_channel(image: Any) -> Pixels:
 
 
 def nearest(start: float, end: float, count: int, stop: int | None = None) -> NDArray[np.int64]:
-    """The pixels of one axis that nearest neighbour takes, where [start, end) is resized to `count` pixels.
+    """Return the pixels of one axis that nearest neighbour takes: [start, end) is resized to `count` pixels.
 
     Equal to Pillow's to the bit: as there, each position is the one before it plus the step, and the rounding
     errors of these sums decide at the border of two pixels.

@@ -20,14 +20,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(z: int) -> int:
-    """SplitMix64's output function: a bijection in which every input bit reaches every output bit."""
+    """Return SplitMix64's output for a state: a bijection; every input bit reaches every output bit."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The 64-bit seed of one sample's randomness in one epoch.
+    """Return the 64-bit seed of one sample's randomness in one epoch.
 
     Mixed after each part, so that neither (epoch, index) and (epoch + 1, index - 1) nor neighbouring seeds
     share a stream. Takes any Python integers, modulo 2**64.
@@ -39,7 +39,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def sample_seeds(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """`sample_seed` of many indices."""
+    """Return the `sample_seed` of each of many indices."""
     begun = 0
     for part in (seed, epoch):
         begun = _mix((begun + _GOLDEN + int(part)) & _MASK)
@@ -47,7 +47,7 @@ def sample_seeds(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[n
 
 
 def mix_all(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function of each number; they are changed in place."""
+    """Apply SplitMix64's output function to each number, in place."""
     z ^= z >> _SHIFTS[0]
     z *= _FACTORS[0]
     z ^= z >> _SHIFTS[1]
@@ -69,24 +69,24 @@ class SampleRng:
         self._state = int(seed) & _MASK  # numpy's integers know no 64-bit mask
 
     def bits(self) -> int:
-        """64 random bits."""
+        """Return 64 random bits."""
         self._state = (self._state + _GOLDEN) & _MASK
         return _mix(self._state)
 
     def random(self) -> float:
-        """A float in [0, 1), a multiple of 2**-53."""
+        """Return A float in [0, 1), a multiple of 2**-53."""
         return (self.bits() >> 11) * 2.0**-53
 
     def integers(self, n: int) -> int:
-        """An integer in [0, n). Multiply-high without rejection: its bias is below n / 2**64."""
+        """Return an integer in [0, n). Multiply-high without rejection: its bias is below n / 2**64."""
         return (self.bits() * n) >> 64
 
     def uniform(self, low: float, high: float) -> float:
-        """A float between low and high."""
+        """Return A float between low and high."""
         return low + (high - low) * self.random()
 
     def log_uniform(self, low: float, high: float) -> float:
-        """A float between low and high whose logarithm is uniform."""
+        """Return A float between low and high whose logarithm is uniform."""
         return math.exp(self.uniform(math.log(low), math.log(high)))
 
 
@@ -129,7 +129,7 @@ class TorchRng:
 
 @functools.lru_cache(maxsize=64)
 def _logarithms(low: float, high: float) -> list[float]:
-    """Those that torchvision computes for each draw. Beside decoding, an operation of torch takes 30 us."""
+    """Return float32 logarithms, cached: torchvision computes them for each draw, which takes 30 us."""
     import torch
 
     return torch.log(torch.tensor((low, high), dtype=torch.float32, device="cpu")).tolist()

@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 
 def steps_of(transform: Any) -> list[Step]:
-    """The steps of a Compose or Sequential, nested or not; of anything else the thing itself."""
+    """Return the steps of a Compose or Sequential, nested or not; of anything else the thing itself."""
     if _kind(transform) == "Compose":
         inner = transform.transforms
     elif type(transform) is torch.nn.Sequential and not _hooked(transform):
@@ -77,7 +77,7 @@ def steps_of(transform: Any) -> list[Step]:
 
 
 def plan(steps: list[Step]) -> Plan:
-    """The longest beginning of these steps that the kernel can do, with the same distribution.
+    """Find the longest beginning of these steps that the kernel can do, with the same distribution.
 
     Raises:
         ArgumentError: there is no crop or resize among these; the message says why.
@@ -115,7 +115,7 @@ def plan(steps: list[Step]) -> Plan:
 
 
 def _kind(step: Any) -> str:
-    """The name of torchvision's class, without module; "" for everything else."""
+    """Return the name of torchvision's class, without module; "" for everything else."""
     kind = type(step)
     known = kind.__module__.startswith("torchvision.transforms") and not _hooked(step)
     return kind.__qualname__ if known else ""
@@ -130,7 +130,7 @@ def _flip(step: Any, vertical: bool) -> Flip:
 
 
 def _values_of(steps: list[Step]) -> Values:
-    """The effect of such steps, by having them change an image that has all values in each channel.
+    """Return the effect of such steps, by having them change an image that has all values in each channel.
 
     So the results are torchvision's own, to the bit, in every version of it.
     """
@@ -150,7 +150,7 @@ def _values_of(steps: list[Step]) -> Values:
 
 
 def _crop(steps: list[Any], of_tensors: bool) -> tuple[Crop, int]:
-    """The crop that the first of two steps is, or both together; and how many it took."""
+    """Return the crop that the first of two steps is, or both together; and how many it took."""
     step, kind = steps[0], _kind(steps[0])
     options: dict[str, Any] = {"channels_last": False}
     if kind == "CenterCrop":

@@ -103,7 +103,7 @@ class RandomResizedCrop(Crop):
         return CropBox((left, top, left + columns, top + rows), flip)
 
     def _sample(self, width: int, height: int, rng: Rng) -> tuple[int, int, int, int]:
-        """(top, left, height, width) of the crop."""
+        """Return (top, left, height, width) of the crop."""
         area = height * width
         for _ in range(10):
             target = area * rng.uniform(*self.scale)
@@ -211,7 +211,7 @@ class CenterCrop(Crop):
         return self.box_for(width, height, rng)
 
     def _resized(self, width: int, height: int) -> Size:
-        """The size of the image that the crop is taken from."""
+        """Return the size of the image that the crop is taken from."""
         if self.resize is None:
             return width, height
         if isinstance(self.resize, int):
@@ -232,7 +232,7 @@ class CenterCrop(Crop):
 
 
 def _cut(length: int, size: int) -> tuple[int, int, int]:
-    """Of one axis of an image, by torchvision's roundings: (black pixels before it, first pixel, pixels)."""
+    """Crop one axis as torchvision does, by its roundings: (black pixels before it, first pixel, pixels)."""
     if length < size:
         return (size - length) // 2, 0, length
     return 0, round((length - size) / 2), size

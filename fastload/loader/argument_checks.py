@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 from typing import Any
@@ -10,20 +9,26 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
+from fastload.checks import check_one_of, refuse_class
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
-from fastload.errors import ArgumentError, address, refuse_class
+from fastload.errors import ArgumentError, address
 
 _ON_ERROR = ("raise", "skip", "replace")
 
 
 def check_own(
-    dataset: Any, batch_size: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any
+    dataset: Any,
+    batch_size: Any,
+    num_workers: Any,
+    batch_transform: Any,
+    on_error: Any,
+    seed: Any,
+    processes: Any,
 ) -> None:
     """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
     check_dataset(dataset)
-    if on_error not in _ON_ERROR:
-        raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
+    check_one_of("on_error", on_error, _ON_ERROR)
     if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
         raise ArgumentError(
             f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
@@ -37,6 +42,8 @@ def check_own(
         raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
     if seed is not None and not isinstance(seed, int):
         raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes must be True or False, found {processes!r}")
 
 
 def check_log(dataset: Any, sample_log: Any) -> None:
@@ -92,14 +99,3 @@ def warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
             f"than batch_size={loader.batch_size}",
             stacklevel=3,
         )
-
-
-def whole_number(name: str, value: Any) -> int:
-    """The number as an int. Raises ArgumentError where it is none from 0 on."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ArgumentError(f"{name} must be a whole number >= 0, found {value!r}")
-    return number

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from fastload.checks import whole_number
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
 from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, sources_of
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
@@ -143,7 +143,7 @@ class BlackBox:
         chosen = running if epoch is None else whole_number("epoch", epoch)
         if chosen < running:
             raise ArgumentError(f"epoch {chosen} is over: epoch {running} is the first that can be changed")
-        numbers = sorted({whole_number("steps: a step", step) for step in _as_list(steps)})
+        numbers = sorted({whole_number("steps: a step", step, 0) for step in _as_list(steps)})
         if not numbers:
             return
         if chosen == running:
@@ -245,7 +245,7 @@ def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
     indices = []
     for sample in samples:
         if not isinstance(sample, str):
-            index = whole_number("samples: an index", sample)
+            index = whole_number("samples: an index", sample, 0)
             if index >= length:
                 raise ArgumentError(f"samples has the index {index}, and the dataset has {length:,} samples")
             indices.append(index)

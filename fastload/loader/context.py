@@ -41,6 +41,8 @@ class LoaderContext:
         budgets: the requests of each dataset to its stores, and their limits.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
+        kind: of workers, in the iteration that began last: "threads" of the kernel in one process,
+            "processes", or "" where this process makes the batches.
     """
 
     counters: Counters = field(default_factory=Counters)
@@ -54,6 +56,7 @@ class LoaderContext:
     memory: MemoryUse = field(default_factory=MemoryUse)
     remote_caches: RemoteCaches = field(default_factory=RemoteCaches)
     log: LogWriter | None = None
+    kind: str = ""
     budgets: list[RequestBudget] = field(default_factory=list)
     meter: Meter = field(init=False)
 

@@ -28,13 +28,14 @@ from fastload.loader.argument_checks import (
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
+from fastload.loader.stages import kernel_threads
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.log_writer import LogWriter
-from fastload.workers.autoscale import Autoscaler, why_fixed
+from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, most_workers
 
 if TYPE_CHECKING:
@@ -97,6 +98,12 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
             (With None too, fastload's fused transforms do not depend on the number of workers, unless a
             subclass of its datasets makes the samples.)
+        processes: True: always have `num_workers` processes. False: where only fastload's code makes the
+            samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
+            it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms alone, under torch's
+            default `collate_fn`, without `worker_init_fn`, `threads` and `decode`. All threads work on the
+            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all. Batches,
+            order and randomness are the same.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
             concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
             The samples of the coming index batches are made, which then wait in memory; batches, errors and
@@ -159,8 +166,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         threads: int = 0,
         memory_limit: int | str | None = None,
         sample_log: str | os.PathLike[str] | None = None,
+        processes: bool = False,
     ) -> None:
-        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
         check_log(dataset, sample_log)
         check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
@@ -168,17 +176,14 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             need_linux()
         if sampler is None and batch_sampler is None:
             sampler, shuffle = _own_sampler(dataset, shuffle, seed or 0)
-        context = LoaderContext()
-        if num_workers == "auto":
-            num_workers = most_workers(memory_limit, multiprocessing_context)
-            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers, prefetch_factor)
+        auto = num_workers == "auto"
         super().__init__(
             dataset,
             batch_size,
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            ceiling() if num_workers == "auto" else num_workers,
             collate_fn,
             pin_memory,
             drop_last,
@@ -191,7 +196,6 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        MemoryLimit.of(memory_limit, self.num_workers, self.multiprocessing_context)  # refuses early
         self.memory_limit = memory_limit
         self.sample_log = sample_log
         self.device = resolve_device(device)
@@ -200,11 +204,13 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self.on_error = on_error
         self.seed = seed
         self.threads = threads
-        self.loader_context = context
+        self.processes = processes
+        self.loader_context = context = LoaderContext()
         if sample_log is not None:
             context.log = LogWriter(sample_log, context.counters)
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
+        self._settle_workers(auto, prefetch_factor)
         if not threads:
             warn_of_lone_reads(dataset)
         if drop_last:
@@ -326,6 +332,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "limit": the slowest stage of the same epoch.
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
+            "workers": "kind" is "threads" (of the kernel, in one process), "processes", or "" (this process);
+                "count".
             "autoscale": the choice of num_workers="auto", with the reason; else "".
             "memory": with `memory_limit=`, bytes: "limit", and of workers "used" and "peak"; else empty.
             "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".
@@ -340,6 +348,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "epochs": context.position.epoch,
             "counters": {"bad.samples": 0, **context.counters.as_dict()},
             "rates": gauges,
+            "workers": {"kind": context.kind, "count": context.meter.workers},
             "autoscale": "" if context.autoscaler is None else context.autoscaler.sentence(),
             "limit": find_bottleneck(epoch),
             "verdict": explain_bottleneck(epoch, gauges),
@@ -369,6 +378,16 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             on_error=self.on_error,
             seed=self.seed,
         )
+
+    def _settle_workers(self, auto: bool, prefetch_factor: int | None) -> None:
+        """Find the upper limit of num_workers="auto", and refuse a memory limit that is too small."""
+        context, in_one_process = self.loader_context, bool(kernel_threads(self, self.loader_context))
+        if auto and not in_one_process:
+            self.num_workers = most_workers(self.memory_limit, self.multiprocessing_context)
+        if auto and not why_fixed(self.dataset):
+            context.autoscaler = Autoscaler(self.num_workers, prefetch_factor)
+        workers = 1 if in_one_process else self.num_workers
+        MemoryLimit.of(self.memory_limit, workers, self.multiprocessing_context)
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder

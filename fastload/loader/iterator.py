@@ -154,7 +154,7 @@ class LoaderIterator(TorchIterator):
             schedule.turn.clear()
             self._engine.end_work()
             return None
-        worker_id = lane % max(1, self._num_workers)
+        worker_id = lane % self._engine.lanes
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
@@ -315,8 +315,7 @@ class LoaderIterator(TorchIterator):
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
-        wanted = context.workers_wanted(self._num_workers)
-        context.meter.start(wanted)
+        context.meter.start(context.workers_wanted(self._num_workers))
         context.start_epoch(loader)
         if context.autoscaler is not None:
             context.autoscaler.start_epoch(context.counters["wait.batches"])
@@ -326,9 +325,7 @@ class LoaderIterator(TorchIterator):
         if self._device is not None:
             self._device.end_epoch()
         self._first = self._sent
-        # Of workers that were wanted at the end of an epoch, some may not have been started.
-        workers = min(wanted, len(self._workers))
-        self._schedule = new_schedule(loader, context, self._position, self._sampler_iter, workers)
+        self._schedule = new_schedule(loader, context, self._position, self._sampler_iter, self._engine)
         self._engine.begin(
             EpochStart(
                 self._sent,

@@ -240,7 +240,7 @@ class LoaderPosition:
         state.sampler = samplers.with_changes(state.sampler)
         state.one_seed = self._one_seed is not None or _is_persistent(loader)
         state.samples = self._contents.identify(loader)
-        state.made_from = describe(loader)
+        state.recipe = describe(loader)
         return state
 
     def _write_between(self, loader: Any, samplers: Samplers, state: State) -> None:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
+from fastload.checks import whole_number
 from fastload.datasets.protocols import current_reader
 from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
-from fastload.loader.argument_checks import whole_number
 from fastload.loader.resume import orders_at, reading_of
 from fastload.order.exclusions import Exclusions, Filter, Samples
 from fastload.order.order import EpochOrder, order_at
@@ -241,9 +241,9 @@ def _checked(
 ) -> tuple[int, int | None, int | None, int | None]:
     if isinstance(loader.dataset, IterableDataset):
         raise ArgumentError("an iterable dataset has no index: which samples a step has is not known")
-    step = whole_number("step", step)
+    step = whole_number("step", step, 0)
     epoch, rank, world_size = (
-        None if value is None else whole_number(name, value)
+        None if value is None else whole_number(name, value, 0)
         for name, value in (("epoch", epoch), ("rank", rank), ("world_size", world_size))
     )
     if world_size is not None and not 0 <= (0 if rank is None else rank) < world_size:

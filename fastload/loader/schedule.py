@@ -15,6 +15,7 @@ from fastload.order.samplers import Samplers
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
 _READ_AHEAD = 256
+_READ_AHEAD_THREADS = 4  # of the kernel, beyond which no more is announced: the requests in flight are enough
 
 
 class Schedule(Protocol):
@@ -155,6 +156,11 @@ def _remove(lanes: deque[int], ended: int) -> None:
         lanes.remove(ended)
 
 
-def index_batches_ahead(loader: Any, least: int, samples: int = _READ_AHEAD) -> int:
-    """How many index batches are announced in advance, so that these samples are, or more."""
+def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, threads: int = 1) -> int:
+    """Return how many index batches a worker knows in advance, so that these samples are, or more.
+
+    Args:
+        threads: of the kernel in this worker, which use up the samples faster.
+    """
+    samples *= max(1, min(threads, _READ_AHEAD_THREADS))
     return max(least, -(-samples // (Samplers.of(loader).batch_size or 1)))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.graph_settings import apply_sharding
 
 from fastload.datasets.wrappers import view_of
@@ -18,6 +18,7 @@ from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, in
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe, stage
 from fastload.order.position import Position
+from fastload.order.samplers import is_stateful
 from fastload.workers.inline import ThisProcess, allocator
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.processes import WorkerProcesses
@@ -48,12 +49,14 @@ def new_workers(
         pinned: whether batches that stay on the CPU come in pinned memory.
         part: (number of ranks, this rank), for data pipes, which torch splits by rank and worker.
     """
-    setup = _setup(loader, context, base_seed, part)
+    threads = kernel_threads(loader, context)
+    setup = _setup(loader, context, base_seed, part, threads)
     counters, bad, memory = context.counters, context.bad, context.memory
     memory.start(setup.memory_limit)
     if loader.num_workers > 0:
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        context.kind = "threads" if threads else "processes"
         pin = device.pin if device is not None and device.copies else None
         start = context.workers_wanted(loader.num_workers)
         method = loader.multiprocessing_context
@@ -66,8 +69,24 @@ def new_workers(
     return ThisProcess(setup, counters, bad, allocate)
 
 
-def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int]) -> WorkerSetup:
-    workers, init = loader.num_workers, loader.worker_init_fn
+def kernel_threads(loader: Any, context: LoaderContext) -> int:
+    """Return how many threads of the kernel share the rows of a batch, in one worker process.
+
+    0: each of `num_workers` processes makes its own batches. So it is where code of the user's runs for a
+    sample or a batch, and with shards and tables.
+    """
+    ours = loader.collate_fn is default_collate and loader._auto_collation and loader.worker_init_fn is None
+    asked_for = loader.processes or loader.threads or context.decoding is not None
+    if not ours or asked_for or isinstance(loader.dataset, IterableDataset):
+        return 0
+    by_kernel = not is_stateful(loader.dataset) and view_of(loader.dataset).made_by_kernel()
+    return int(loader.num_workers) if by_kernel else 0
+
+
+def _setup(
+    loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int], threads: int
+) -> WorkerSetup:
+    workers, init = 1 if threads else loader.num_workers, loader.worker_init_fn
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         init = functools.partial(shard_data_pipe, init, *part)
     return WorkerSetup(
@@ -83,6 +102,7 @@ def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int,
         seeded=loader.seed is not None,
         logged=loader.sample_log is not None,
         threads=loader.threads,
+        kernel_threads=threads,
         batch_size=loader.batch_size or 1,
         memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
         positions=context.position.start.workers,
@@ -90,26 +110,28 @@ def _setup(loader: Any, context: LoaderContext, base_seed: int, part: tuple[int,
 
 
 def new_schedule(
-    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: int
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: Workers
 ) -> Schedule:
     """The schedule of one epoch.
 
     Args:
         position: of that epoch.
         indices: of its batches, from the sampler.
-        workers: the number that it begins with; 0: this process alone.
+        workers: that make them.
     """
     inline = not loader.num_workers
     if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
         return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
     ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
     if view_of(loader.dataset).reads_ahead:
-        ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
+        ahead = inline + index_batches_ahead(loader, 2 if inline else ahead, threads=workers.kernel_threads)
     elif loader.threads:
-        ahead = inline + index_batches_ahead(loader, ahead, 2 * loader.threads)
+        ahead = inline + index_batches_ahead(loader, ahead, samples=2 * loader.threads)
+    # Of workers that were wanted at the end of an epoch, some may not have been started.
+    taking_part = min(context.workers_wanted(loader.num_workers), len(workers.processes))
     return IndexSchedule(
         indices,
-        workers=1 if inline else workers,
+        workers=max(1, taking_part),
         first=position.next_worker,
         ahead=ahead,
         in_order=loader.in_order,
@@ -128,13 +150,18 @@ class Scaling:
 
         A worker that is parked finishes its work, and waits.
         """
-        autoscaler = self._context.autoscaler
-        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
+        autoscaler, threads = self._context.autoscaler, self._workers.kernel_threads
+        # Where there is no more work, more threads still help with what was given out.
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
             return False
         wanted = autoscaler.look(self._context.counters, in_flight)
-        schedule.park(wanted)
-        missing = schedule.missing(wanted)
-        self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+        missing: list[int] = []
+        if threads:
+            self._workers.scale(wanted, autoscaler.ahead)
+        else:
+            schedule.park(wanted)
+            missing = schedule.missing(wanted)
+            self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
         schedule.turn.extend(missing)
         self._context.meter.workers = wanted
         before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)

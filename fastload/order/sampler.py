@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from fastload.checks import check_one_of
 from fastload.distributed import find_rank
 from fastload.distributed.agreement import can_agree
 from fastload.errors import ArgumentError
@@ -99,8 +100,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         num_nodes: int | None = None,
     ) -> None:
         _check_partition(partition, exchange, num_nodes, shuffle)
-        if mode not in _MODES:
-            raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
+        check_one_of("mode", mode, _MODES)
         if mode == "eval" and drop_last:
             raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
         # What was found and not given: the rank, the number of ranks. Later it is compared.

@@ -119,7 +119,7 @@ class State:
         next_worker, workers, streams: who reads what. `workers` is None where datasets keep no state.
         samples: which samples these are.
         history: the orders of the epochs so far.
-        exclusions, digest, made_from: see `Exclusions`, `Digest` and `fastload.trace.recipe`.
+        exclusions, digest, recipe: see `Exclusions`, `Digest` and `fastload.trace.recipe`.
     """
 
     version: int
@@ -134,7 +134,7 @@ class State:
     sampler: SamplerState
     generators: dict[str, str]
     samples: Identity = field(default_factory=Identity)
-    made_from: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
     history: list[EpochOrder] = field(default_factory=list)
     exclusions: dict[str, Any] = field(default_factory=dict)
     digest: dict[str, Any] = field(default_factory=dict)

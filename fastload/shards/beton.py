@@ -27,10 +27,10 @@ from fastload.formats.beton import (
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList, index_shards, read_head
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
 from fastload.store.failures import Wait, sleep
 
@@ -140,7 +140,7 @@ class BetonDataset(ShardDataset):
 
 
 def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, list[BetonField]]:
-    """The header of a file, and its fields.
+    """Return the header of a file, and its fields.
 
     Raises:
         DecodeError: it is no .beton, or was cut.
@@ -150,7 +150,7 @@ def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, li
 
 
 def _read(store: Store, shard: Shard, start: int, stop: int, wait: Wait) -> bytes:
-    """The bytes [start, stop) of a file, request by request."""
+    """Return the bytes [start, stop) of a file, request by request."""
     edges = range(start, stop, _PIECE)
     return b"".join(
         store.read_range(shard.key, edge, min(edge + _PIECE, stop), shard.version, wait=wait)
@@ -163,5 +163,5 @@ def _text(fields: list[BetonField]) -> str:
 
 
 def _open_image(value: Any) -> Any:
-    """A JPEG, or pixels, as an array (H, W, 3) of its own memory."""
+    """Return a JPEG, or pixels, as an array (H, W, 3) of its own memory."""
     return np.array(decode_image(value))

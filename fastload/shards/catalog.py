@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Offsets, too_large
 from fastload.formats.tar import parse_wids
 from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard, read_in_turn
 from fastload.shards.urls import Named, is_index, listed_url, resolve
 from fastload.store import Store, open_store, with_budget
@@ -101,7 +100,7 @@ class ShardList:
         return self._listings.directory if self.cacheable else None
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """The shards, whether they were listed again or not: see `datasets.fingerprint`."""
+        """Return the shards, whether they were listed again or not: see `datasets.fingerprint`."""
         found = {
             name: value for name, value in vars(self).items() if name not in ("_listings", "_row_numbers")
         }
@@ -119,16 +118,12 @@ class ShardList:
     @functools.cached_property
     def digest(self) -> str:
         """A text that stands for the shards and their versions."""
-        digest = hashlib.blake2b(digest_size=8)
-        for shard in range(len(self)):
-            digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        return digest_of("".join(repr(self[shard][:3]) for shard in range(len(self))))
 
     @functools.cached_property
     def digests(self) -> tuple[str, str]:
         """Short texts: (the keys of the shards in their order; these, and their versions)."""
-        keys = "\0".join(self[shard].key for shard in range(len(self)))
-        return hashlib.blake2b(keys.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(), self.digest
+        return digest_of("\0".join(self[shard].key for shard in range(len(self)))), self.digest
 
     def identities(self, shards: NDArray[np.int64]) -> NDArray[np.uint64]:
         """See `Manifest.identities`."""
@@ -143,7 +138,7 @@ class ShardList:
         return sum(self[shard].size for shard in range(len(self)))
 
     def weights(self) -> list[int]:
-        """Weights of whole shards: their samples if wids' index has all counts, else their bytes."""
+        """Return weights of whole shards: their samples if wids' index has all counts, else their bytes."""
         if len(self.counts) == len(self):
             return [self.counts[shard] for shard in range(len(self))]
         return [self[shard].size for shard in range(len(self))]
@@ -151,7 +146,7 @@ class ShardList:
     def indexes(
         self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Offsets]
     ) -> dict[int, RecordOffsets]:
-        """Shard -> the records in its index file. Compressed shards, and those without one, are left out.
+        """Return shard -> the records in its index file, without compressed shards and those without one.
 
         Args:
             index: a URL below which the index files are; None: beside the shards, if there are any; False:
@@ -192,12 +187,12 @@ class ShardList:
         return indexes
 
     def heads(self, shards: Sequence[int], most: int) -> list[bytes]:
-        """The first `most` bytes of each of these shards, by one request each."""
+        """Return the first `most` bytes of each of these shards, by one request each."""
         objects = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
         return _read_all(self.store, objects, most)
 
     def _find(self, named: Named) -> tuple[Store, Manifest]:
-        """The objects below a prefix; if there is nothing below it, the one file of that name."""
+        """Return the objects below a prefix; if there are none, the one file of that name."""
         store = open_store(named.root, **self._options)
         try:
             return store, self._list(store, named)
@@ -212,7 +207,7 @@ class ShardList:
             raise
 
     def _plain(self, shards: list[int]) -> list[int]:
-        """Those that are not compressed: an index file counts the bytes of the plain file."""
+        """Return the shards that are not compressed: an index file counts the bytes of the plain file."""
         if self._compressed is not None:
             return [] if self._compressed else shards
         heads = self.heads(shards, HEAD)
@@ -223,7 +218,7 @@ class ShardList:
 
 
 def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:
-    """The shards in wids' index, with their counts, if `urls` names such a file; else `urls` unchanged."""
+    """Return the shards in wids' index, with their counts, if `urls` is such a file; else `urls`."""
     if not isinstance(urls, str | os.PathLike) or not os.fspath(urls).endswith(".json"):
         return urls, {}
     directory, _, name = os.fspath(urls).rpartition("/")
@@ -238,7 +233,7 @@ def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, i
 
 
 def index_name(shard: str) -> str:
-    """The name that wds2idx gives the index of a shard: "train-000.idx" of "train-000.tar".
+    """Return the name that wds2idx gives the index of a shard: "train-000.idx" of "train-000.tar".
 
     A shard that is named in another way ("part-00000-of-00012") has ".idx" behind its whole name: without its
     ending it could be that of another shard.
@@ -249,7 +244,7 @@ def index_name(shard: str) -> str:
 
 
 def _index_names(key: str, beside: bool) -> list[str]:
-    """The names that tools give to the index file of a shard."""
+    """Return the names that tools give to the index file of a shard."""
     base = key if beside else key.rpartition("/")[2]
     stem = base.rpartition(".")[0] if "." in base.rpartition("/")[2] else base
     return [f"{base}.idx", f"{stem}.idx", f"{base}.index", f"{stem}.index"]
@@ -258,7 +253,7 @@ def _index_names(key: str, beside: bool) -> list[str]:
 def _read_all(
     store: Store, objects: Sequence[tuple[str, str | None, int | None]], most: int | None = None
 ) -> list[bytes]:
-    """The bytes of small objects (key, version, size); with `most`, only the first `most` of each."""
+    """Return the bytes of small objects (key, version, size); with `most`, the first `most` of each."""
 
     def read(one: tuple[str, str | None, int | None]) -> bytes:
         key, version, size = one
@@ -304,7 +299,7 @@ def index_shards(
 
 
 def read_head(store: Store, shard: Shard, size: int, wait: Wait, *, compressed: bool = False) -> memoryview:
-    """The first bytes of a shard; inflated, where it is compressed.
+    """Return the first bytes of a shard; inflated, where it is compressed.
 
     Raises:
         DecodeError: it has fewer.

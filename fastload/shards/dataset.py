@@ -16,19 +16,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
+from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
-from fastload.errors import check_whole_number
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
-from fastload.shards.fields import RecordFields
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
+from fastload.shards.record_fields import RecordFields
 from fastload.shards.records import (
     RECORD_MARK,
     IndexedShards,
@@ -94,7 +94,7 @@ class ShardDataset(StoreDataset):
     ) -> None:
         self._options = streams
         if num_samples is not None:
-            check_whole_number("num_samples", num_samples)
+            num_samples = whole_number("num_samples", num_samples)
         decode = None if isinstance(decode, Mapping) else decode  # of single fields: see `fields`
         super().__init__(url, decode)
         self._fields = fields
@@ -155,11 +155,11 @@ class ShardDataset(StoreDataset):
         return super().outstanding() + len(self._here.get().pending)
 
     def shards(self) -> ShardList:
-        """The shards as they were listed: key, size and version of each."""
+        """Return the shards as they were listed: key, size and version of each."""
         return self._shards
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> the index of its sample; keys that no sample has are left out. Only if all are indexed."""
+        """Return key -> the indices of its samples, without keys that no sample has. All must be indexed."""
         numbers = {self._shards[shard].key: shard for shard in range(len(self._shards))}
         firsts = [0, *accumulate(self._index.counts())]
         found = {}
@@ -173,7 +173,7 @@ class ShardDataset(StoreDataset):
         return found
 
     def index_of(self, shard: int) -> RecordOffsets | None:
-        """The records of a shard; None: it is not indexed yet."""
+        """Return the records of a shard; None: it is not indexed yet."""
         return self._index.get(shard)
 
     def add_index(self, shard: int, records: RecordOffsets) -> None:
@@ -190,7 +190,7 @@ class ShardDataset(StoreDataset):
         return self._filling().run(shards)
 
     def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        """What `warm_shards` has to read. Raises as `warm`."""
+        """Return what `warm_shards` has to read. Raises as `warm`."""
         return self._filling().left(shards)
 
     def _filling(self) -> ShardFilling:
@@ -252,13 +252,13 @@ class ShardDataset(StoreDataset):
         return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Of its shard, the shard's version, the number of the record in it, and what that number means."""
+        """Return numbers of the shard, its version, the record's number in it, and what that number means."""
         shards, ordinals = records >> 32, records & 0xFFFFFFFF
         form = np.uint64(xxhash.xxh3_64_intdigest(self._numbering().encode()))
         return mix_all((self._shards.identities(shards) ^ form) + ordinals.view(np.uint64))
 
     def _numbering(self) -> str:
-        """What decides which record of a shard has which number."""
+        """Return a text that decides which record of a shard has which number."""
         return self._form.code
 
     # --- CacheFilling
@@ -288,7 +288,7 @@ class ShardDataset(StoreDataset):
         return IndexedShards(self._shards, self._form, self._index, self._blocks())
 
     def _record(self, index: int) -> int:
-        """Number of a sample, or id that a stream has handed out -> packed `RecordId`."""
+        """Return the packed `RecordId` of a sample's number, or of an id that a stream has handed out."""
         index = operator.index(index)  # two tensors of one number are not one key
         if index in self._here.get().pending:
             return index
@@ -300,10 +300,7 @@ class ShardDataset(StoreDataset):
             if ordinal >= len(table.offsets):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
-        n = len(self._index)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return self._index.record_id(index % n)
+        return self._index.record_id(check_index(index, len(self._index), f"samples of {self.url}"))
 
     def _name(self, record: int) -> str:
         here = self._here.get()
@@ -336,7 +333,7 @@ class ShardDataset(StoreDataset):
     # --- which record, and under which key
 
     def _random_pays(self) -> bool:
-        """Whether to read at random now that it can be done: from the cache, or where records are large."""
+        """Return whether to read at random, which is possible: from the cache, or where records are large."""
         count = len(self._index)
         if count == 0 or not self._form.in_order:
             return True
@@ -377,7 +374,7 @@ class ShardDataset(StoreDataset):
         self._here.drop()
 
     def _some_keys(self) -> list[bytes]:
-        """The keys of the first records of some shards that are indexed."""
+        """Return the keys of the first records of some shards that are indexed."""
         some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
         tables = {shard: self._index.get(shard) for shard in some}
         return [
@@ -418,10 +415,10 @@ class ShardDataset(StoreDataset):
         )
 
     def _blocks(self) -> RecordBlocks | None:
-        """What the records are read in, where they cannot be read one by one."""
+        """Return the blocks that records are read in, where they cannot be read one by one."""
         return None
 
     def _read_again(self, record: int) -> Any:
-        """A record that the cache had and lost, as the cache would have it."""
+        """Return a record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
         return payload if self._payloads.encode is None else self._payloads.encode(payload)

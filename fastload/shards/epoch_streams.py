@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.errors import ArgumentError, check_whole_number
+from fastload.checks import whole_number
+from fastload.errors import ArgumentError
 from fastload.fetch.limits import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
@@ -56,7 +57,7 @@ class StreamPlan(NamedTuple):
         return self._asdict()
 
     def spans(self, units: Sequence[Span], weights: Sequence[int]) -> list[Span]:
-        """What this stream reads, in order.
+        """Return what this stream reads, in order.
 
         Args:
             units: what is shuffled: the shards, or the blocks of records that they consist of.
@@ -70,7 +71,7 @@ class StreamPlan(NamedTuple):
         return [_part(units[unit], first, stop) for unit, first, stop in chosen]
 
     def _ranges(self, order: list[int], counts: Sequence[int]) -> list[Span]:
-        """Equal parts, within one, of all records laid end to end."""
+        """Return equal parts, within one, of all records laid end to end."""
         total = sum(counts)
         start, stop = (total * number // self.streams for number in (self.stream, self.stream + 1))
         spans, at = [], 0
@@ -82,7 +83,7 @@ class StreamPlan(NamedTuple):
         return spans
 
     def _whole(self, order: list[int], weights: Sequence[int]) -> list[Span]:
-        """Each unit to the stream that has least so far: they end at about the same time."""
+        """Deal each unit to the stream that has least so far: they end at about the same time."""
         loads = [(0, stream) for stream in range(self.streams)]
         spans = []
         for unit in order:
@@ -94,7 +95,7 @@ class StreamPlan(NamedTuple):
 
 
 def _part(unit: Span, first: int, stop: int | None) -> Span:
-    """Records [first, stop) of a unit; None: to its end."""
+    """Return records [first, stop) of a unit; None: to its end."""
     return Span(unit.shard, unit.first + first, unit.stop if stop is None else unit.first + stop)
 
 
@@ -108,13 +109,13 @@ class StreamOptions(NamedTuple):
 
     @classmethod
     def of(cls, cycle_length: Any, block_length: Any, shuffle_buffer: Any) -> StreamOptions:
-        """The arguments of a dataset.
+        """Return the arguments of a dataset.
 
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        check_whole_number("cycle_length", cycle_length)
-        check_whole_number("block_length", block_length)
+        cycle_length = whole_number("cycle_length", cycle_length)
+        block_length = whole_number("block_length", block_length)
         return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
 
 
@@ -122,7 +123,7 @@ STREAMED = StreamOptions()
 
 
 def _buffer(shuffle_buffer: Any) -> tuple[int, int]:
-    """(records, bytes) of a block at most."""
+    """Return (records, bytes) of a block at most."""
     if isinstance(shuffle_buffer, str):
         try:
             return 1 << 30, max(1, parse_size(shuffle_buffer))
@@ -191,7 +192,7 @@ class EpochStreams:
         return [{"plan": plan.to_json(), "at": None} for plan in plans]
 
     def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream[int]:
-        """The stream from `state` on.
+        """Return the stream from `state` on.
 
         Args:
             hold: keeps a record's payload until it is asked for; returns its packed `RecordId`.
@@ -250,7 +251,7 @@ class EpochStreams:
     def _open_reader(
         self, pool: ReadPool, ahead: ReadAhead, span: Span, ordinal: int, offset: int | None
     ) -> Reader:
-        """A reader of a span from a record on: of the cache if that has all of it, else of the store."""
+        """Return a reader of a span from a record on: of the cache if it has all of it, else of the store."""
         records = self._index.get(span.shard)
         if records is not None and self._cache is not None:
             cached = CachedReader(

@@ -83,7 +83,7 @@ class ShardFilling:
             self._blocks_of.setdefault(block.shard, []).append(block)
 
     def run(self, shards: Iterable[int]) -> Iterator[Warmed]:
-        """The outcome of each record; its `sample` is a packed `RecordId`. Nothing follows "full".
+        """Return the outcome of each record; its `sample` is a packed `RecordId`. Nothing follows "full".
 
         Raises:
             StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
@@ -107,7 +107,7 @@ class ShardFilling:
             self._cache.flush()
 
     def left(self, shards: Iterable[int]) -> ToRead:
-        """What `run` has to read for these shards."""
+        """Return what `run` has to read for these shards."""
         spans: list[Span] = []
         for shard in shards:
             for _ in self._look(shard, spans):
@@ -116,7 +116,7 @@ class ShardFilling:
         return ToRead(len({span.shard for span in spans}), len(ranges), sum(b - a for a, b in ranges))
 
     def _bytes_of(self, span: Span) -> tuple[int, int]:
-        """Where a span begins and ends in its shard."""
+        """Return where a span begins and ends in its shard."""
         if self._blocks is not None:
             return 0, self._blocks.size(span)
         records, size = self._index.get(span.shard), self._shards[span.shard].size
@@ -126,7 +126,7 @@ class ShardFilling:
         return int(records.offsets[span.first, 0]), stop
 
     def _look(self, shard: int, spans: list[Span]) -> Iterator[Warmed]:
-        """The records of a shard that need not be read; what has to be read is added to `spans`."""
+        """Return the records of a shard that need not be read; add what has to be read to `spans`."""
         records = self._index.get(shard)
         if records is None:
             spans.append(Span(shard))
@@ -249,7 +249,7 @@ class Indexing:
         self.read = 0
 
     def run(self, shards: Sequence[Shard], progress: Callable[[], None]) -> Iterator[IndexedShard]:
-        """What became of each shard, in the order in which they end.
+        """Return what became of each shard, in the order in which they end.
 
         Args:
             progress: called some times a second.

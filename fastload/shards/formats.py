@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fastload.formats.packed import OffsetSplitter
 from fastload.formats.pieces import Offsets, Record, Splitter
 from fastload.formats.tar import TarSplitter, parse_wds_index, read_members, read_sample, wds_index
@@ -95,7 +93,7 @@ class ShardFormat:
             object.__setattr__(self, "names", rf".*\.(?:{'|'.join(map(re.escape, self.endings))})")
 
     def __fingerprint__(self) -> str:
-        """The format, whatever its functions look like: see `datasets.fingerprint`."""
+        """Return the format, whatever its functions look like: see `datasets.fingerprint`."""
         return self.code
 
     def names_shard(self, key: str) -> bool:
@@ -128,12 +126,8 @@ def _tfrecord_entry(record: Record) -> tuple[int, int]:
     return record.offset, record.size
 
 
-def _tfrecord_file(entries: list[Any]) -> bytes:
-    return tfrecord_index(np.array(entries, np.uint64).reshape(-1, 2))
-
-
 def _tfrecord_fields(payload: memoryview) -> dict[str, Any]:
-    """The features that are one byte string."""
+    """Return the features that are one byte string."""
     features = read_example(payload).items()
     return {name: values[0] for name, values in features if isinstance(values, list) and len(values) == 1}
 
@@ -168,7 +162,7 @@ TFRECORD = ShardFormat(
     split=TFRecordSplitter,
     unwrap=unframe,
     read_fields=_tfrecord_fields,
-    index_files=IndexFiles(parse_tfrecord_index, _tfrecord_entry, _tfrecord_file),
+    index_files=IndexFiles(parse_tfrecord_index, _tfrecord_entry, tfrecord_index),
 )
 PARQUET = ShardFormat(
     name="parquet",

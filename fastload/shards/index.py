@@ -36,6 +36,11 @@ _MAGIC = b"fastplac"
 _HEAD = struct.Struct("<8sQQ")
 
 
+def digest_of(text: str, size: int = 8) -> str:
+    """Return a short text that stands for another one."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest()
+
+
 class Fault(NamedTuple):
     """What is wrong with a record. Unless `lasting`, it may have happened on the way: see `Record`."""
 
@@ -79,7 +84,7 @@ class RecordOffsets(NamedTuple):
 
     @classmethod
     def load(cls, data: bytes, shard: str) -> RecordOffsets | None:
-        """What `dump` wrote for that shard; None for anything else."""
+        """Return what `dump` wrote for that shard; None for anything else."""
         if len(data) < _HEAD.size + 8:
             return None
         magic, checksum, size = _HEAD.unpack_from(data)
@@ -122,7 +127,7 @@ class ShardIndex:
         return self._directory is not None
 
     def get(self, shard: int) -> RecordOffsets | None:
-        """The records of a shard; None: it is not indexed yet, by no process of this node."""
+        """Return the records of a shard; None: it is not indexed yet, by no process of this node."""
         records = self._shards.get(shard)
         if records is None and self._directory is not None:
             records = self._read(shard)
@@ -137,35 +142,35 @@ class ShardIndex:
         return [RecordId(shard, ordinal).pack() for ordinal in range(count)]
 
     def complete(self) -> bool:
-        """Whether all shards are indexed."""
+        """Return whether all shards are indexed."""
         if self._stops is None and all(self.get(shard) is not None for shard in range(self._count)):
             counts = [len(self._shards[shard].offsets) for shard in range(self._count)]
             self._stops = list(itertools.accumulate(counts))
         return self._stops is not None
 
     def __len__(self) -> int:
-        """The number of records; only if `complete`."""
+        """Return the number of records; only if `complete`."""
         assert self._stops is not None
         return self._stops[-1] if self._count else 0
 
     def total_bytes(self) -> int:
-        """The size of all records that are indexed."""
+        """Return the size of all records that are indexed."""
         return sum(int(records.offsets[:, 1].sum()) for records in self._shards.values())
 
     def counts(self) -> list[int]:
-        """Records of each shard; only if `complete`."""
+        """Return records of each shard; only if `complete`."""
         assert self._stops is not None
         return [len(self._shards[shard].offsets) for shard in range(self._count)]
 
     def record_id(self, index: int) -> int:
-        """Number in 0 .. n-1 -> its `RecordId`, packed; only if `complete`."""
+        """Return the packed `RecordId` of a number in 0 .. n-1; only if `complete`."""
         assert self._stops is not None
         shard = bisect.bisect_right(self._stops, index)
         first = self._stops[shard - 1] if shard else 0
         return RecordId(shard, index - first).pack()
 
     def record_ids(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`record_id` of many numbers. What is a packed id already, as those of streams, stays one."""
+        """Return `record_id` of many numbers. A packed id, as those of streams, stays one."""
         if self._stops is None or not len(self):
             return numbers
         stops = self._stops_array
@@ -179,19 +184,19 @@ class ShardIndex:
         return np.array(self._stops, np.int64)
 
     def locate(self, record: int) -> tuple[int, int]:
-        """(offset, size) of the record with that id, whose shard must be indexed."""
+        """Return (offset, size) of the record with that id, whose shard must be indexed."""
         shard, ordinal = RecordId.unpack(record)
         offsets = self._shards[shard].offsets
         return offsets.item(ordinal, 0), offsets.item(ordinal, 1)
 
     def head(self, record: int) -> memoryview | None:
-        """The bytes that are put before those of the record; None: there are none."""
+        """Return the bytes that are put before those of the record; None: there are none."""
         shard, ordinal = RecordId.unpack(record)
         heads = self._shards[shard].heads
         return None if heads is None else heads[ordinal].data
 
     def fault(self, record: int) -> Fault | None:
-        """The fault that a record had when its shard was read; None: none."""
+        """Return the fault that a record had when its shard was read; None: none."""
         shard, ordinal = RecordId.unpack(record)
         fault = self._shards[shard].bad.get(ordinal)
         return fault._replace(lasting=True) if fault is not None and record in self._settled else fault
@@ -203,13 +208,13 @@ class ShardIndex:
         self._settled.update(RecordId(number, ordinal).pack() for ordinal in found)
 
     def compressed(self, shard: int | None = None) -> bool:
-        """Whether an indexed shard is compressed; None: whether any of them is."""
+        """Return whether an indexed shard is compressed; None: whether any of them is."""
         if shard is not None:
             return self._shards[shard].compressed
         return any(records.compressed for records in self._shards.values())
 
     def doubt(self, shard: int) -> None:
-        """The shard has other records than the index says: only its transfer was damaged when it was read.
+        """Note that the shard has other records than the index says: its transfer was damaged.
 
         This dataset keeps its indices, which are those of all its processes. A dataset that is made from now
         on reads the shard again.
@@ -230,7 +235,7 @@ class ShardIndex:
             self._write(shard, records.dump(self._identity(shard)))
 
     def dump(self) -> dict[int, bytes]:
-        """The indexed shards, each in bytes."""
+        """Return the indexed shards, each in bytes."""
         return {shard: records.dump(self._identity(shard)) for shard, records in self._shards.items()}
 
     def load(self, indexes: Mapping[int, bytes]) -> None:
@@ -244,8 +249,7 @@ class ShardIndex:
 
     def _path(self, shard: int) -> Path:
         assert self._directory is not None
-        digest = hashlib.blake2b(self._identity(shard).encode("utf-8", "surrogatepass"), digest_size=16)
-        return self._directory / f"{digest.hexdigest()}.places"
+        return self._directory / f"{digest_of(self._identity(shard), 16)}.places"
 
     def _read(self, shard: int) -> RecordOffsets | None:
         path = self._path(shard)
@@ -293,10 +297,10 @@ class RecordId(NamedTuple):
     ordinal: int
 
     def pack(self) -> int:
-        """The id as one integer."""
+        """Return the id as one integer."""
         return self.shard << _ORDINAL_BITS | self.ordinal
 
     @classmethod
     def unpack(cls, record: int) -> RecordId:
-        """The id that `pack` made an integer of. The shard of a negative integer is negative."""
+        """Return the id that `pack` made an integer of. The shard of a negative integer is negative."""
         return cls(record >> _ORDINAL_BITS, record & _ORDINAL_MASK)

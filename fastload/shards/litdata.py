@@ -29,10 +29,10 @@ from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
@@ -189,13 +189,13 @@ class LitDataset(ShardDataset):
 
 
 def rgb_tensor(value: Any) -> torch.Tensor:
-    """An encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
+    """Return an encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
     pixels = np.asarray(decode_pil(value, exif=True))
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -> bool:
-    """Whether the samples lie in a table of Arrow at the end. Reads the last bytes only where that may be."""
+    """Return whether the samples lie in a table of Arrow at the end. Read its mark only where it may be."""
     if int.from_bytes(head[-4:], "little") == shard.size:
         return False
     end = store.read_range(shard.key, max(0, shard.size - 8), shard.size, shard.version, wait=wait)

@@ -19,10 +19,10 @@ from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import Column, ColumnFields, check_decode
 from fastload.shards.formats import MDS
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
@@ -141,7 +141,7 @@ class MDSDataset(ShardDataset):
 
 
 def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
-    """The entries of index.json, by the names of their files.
+    """Return the entries of index.json, by the names of their files.
 
     Raises:
         ArgumentError: one of them is not read, or has other columns than the first.
@@ -164,5 +164,5 @@ def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
 
 
 def _open_image(value: Any) -> Any:
-    """An encoded image in the mode that it has; pixels of the cache in RGB."""
+    """Return an encoded image in the mode that it has; pixels of the cache in RGB."""
     return decode_pil(value) if isinstance(value, np.ndarray | Oriented) else as_pil(value)

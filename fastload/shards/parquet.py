@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -17,7 +16,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import PARQUET
-from fastload.shards.index import RecordId
+from fastload.shards.index import RecordId, digest_of
 from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
@@ -137,12 +136,7 @@ class ParquetDataset(ShardDataset):
         cycle_length: row groups open at once, by all workers of a rank together.
         block_length: rows taken from each in turn.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
-            of all that `decode` holds.
-        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
@@ -173,7 +167,6 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
-        columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
         row_filter = None if filters is None else RowFilter(filters)
         streams = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         kept_in = as_cache(cache)
@@ -184,13 +177,14 @@ class ParquetDataset(ShardDataset):
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
-        self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
-        columns.learn(self._files.schema)
+        wanted = None if shape is None else list(shape.leaves.values())
+        self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
+        columns_read = digest_of(repr(sorted(self._files.columns)))
         super().__init__(
             url,
-            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
+            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}"),
             shards,
-            columns,
+            ParquetFields(self._files.schema, shape, decode if isinstance(decode, Mapping) else {}),
             decode=decode,
             transform=transform,
             streams=streams,
@@ -228,8 +222,3 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import RowGroups
 
         return RowGroups(self._shards, self._files)
-
-
-def _digest(columns: list[str]) -> str:
-    text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -5,7 +5,6 @@ footer ─▶ schema, row groups ─▶ (filters: their columns are read) ─▶
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from fastload.formats.parquet import (
 )
 from fastload.formats.sample import dump, load
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard
 from fastload.shards.stream import Span
 from fastload.store import Store
@@ -102,11 +101,11 @@ class RowFilter:
         )
 
     def may_pass(self, statistics: Callable[[str], tuple[Any, Any] | None]) -> bool:
-        """Whether a row group may have rows that pass: column -> its least and greatest value, or None."""
+        """Return whether rows of a row group may pass. `statistics`: column -> least, greatest; or None."""
         return any(all(_may_hold(one, statistics(one[0])) for one in group) for group in self._groups)
 
     def mask(self, table: pa.Table) -> Any:
-        """A boolean for each row of a table, as a numpy array.
+        """Return a boolean for each row of a table, as a numpy array.
 
         Raises:
             ArgumentError: a column cannot be compared with its value.
@@ -194,16 +193,16 @@ class FileRows(NamedTuple):
     chosen: Numbers | None
 
     def row_stops(self) -> Numbers:
-        """The number of the row that follows each row group."""
+        """Return the number of the row that follows each row group."""
         return np.cumsum(self.rows)
 
     def stops(self) -> Numbers:
-        """For each row group, how many samples there are up to its end."""
+        """Return, for each row group, how many samples there are up to its end."""
         stops = self.row_stops()
         return stops if self.chosen is None else np.searchsorted(self.chosen, stops)
 
     def offsets(self) -> NDArray[np.uint64]:
-        """(number of the row, its bytes as far as the footer tells) of each sample."""
+        """Return (number of the row, its bytes as far as the footer tells) of each sample."""
         sizes = np.repeat(self.sizes // np.maximum(1, self.rows), self.rows)
         numbers = np.arange(len(sizes)) if self.chosen is None else self.chosen
         return np.stack([numbers, sizes[numbers]], axis=1).astype(np.uint64)
@@ -243,7 +242,7 @@ class ParquetFiles:
         self._warn_of_huge(shards)
 
     def __fingerprint__(self) -> Any:
-        """What is read of the files, which `ShardList` describes: see `datasets.fingerprint`."""
+        """Return what is read of the files, which `ShardList` describes: see `datasets.fingerprint`."""
         return str(self.schema.remove_metadata()), self.digest
 
     @property
@@ -254,7 +253,7 @@ class ParquetFiles:
     @property
     def digest(self) -> str:
         """A text that differs where other rows are samples."""
-        return "" if self._filter is None else _digest(self._filter.key)
+        return "" if self._filter is None else digest_of(self._filter.key, 16)
 
     def index_rows(self, shards: ShardList, index: ShardIndex) -> None:
         """Add the samples of each file to the index; their offsets are the numbers of their rows.
@@ -265,7 +264,7 @@ class ParquetFiles:
             index.add(shard, RecordOffsets(file.offsets(), {}, compressed=True))
 
     def row_groups(self) -> list[Span]:
-        """The samples of each row group, of all files."""
+        """Return the samples of each row group, of all files."""
         spans = []
         for shard, file in enumerate(self.files):
             first = 0
@@ -276,15 +275,17 @@ class ParquetFiles:
         return spans
 
     def largest(self) -> int:
-        """The bytes of the largest row group."""
+        """Return the bytes of the largest row group."""
         return max((int(file.sizes.max(initial=0)) for file in self.files), default=0)
 
     def _look(self, store: Store, directory: Path | None, shard: Shard) -> FileRows:
-        """What is kept of a file, else what its footer says."""
+        """Return what is kept of a file, else what its footer says."""
         filtered = "" if self._filter is None else self._filter.key
         found = (_VERSION, store.identity, shard.key, shard.size, shard.version, self._wanted, filtered)
         identity = repr(found)
-        path = None if directory is None or not shard.version else directory / f"{_digest(identity)}.rows"
+        path = (
+            None if directory is None or not shard.version else directory / f"{digest_of(identity, 16)}.rows"
+        )
         kept = None if path is None else _load(path, identity)
         if kept is not None:
             return kept
@@ -324,7 +325,7 @@ class ParquetFiles:
         return FileRows(schema.serialize().to_pybytes(), footer, rows, np.array(sizes, np.int64), chosen)
 
     def _choose(self, read: Callable[[int], Any], metadata: Any) -> Numbers:
-        """The numbers of the rows that pass the filter. Reads the row groups that may have any."""
+        """Return the numbers of the rows that pass the filter. Read the row groups that may have any."""
         assert self._filter is not None
         found, first = [np.empty(0, np.int64)], 0
         leaves = {column: leaf_columns(metadata, [column]) for column in self._filter.columns}
@@ -336,7 +337,7 @@ class ParquetFiles:
         return np.concatenate(found)
 
     def _schema(self, shards: ShardList) -> Any:
-        """The wanted columns of the files.
+        """Return the wanted columns of the files.
 
         Raises:
             ArgumentError: two files differ in one of them.
@@ -406,16 +407,12 @@ def _table(store: Store, shard: Shard, metadata: Any, footer: int, columns: Sequ
 
 
 def _difference(one: Any, other: Any) -> str:
-    """What tells the columns of two schemas apart, in words; "" if nothing does."""
+    """Return what tells the columns of two schemas apart, in words; "" if nothing does."""
     for name in dict.fromkeys([*one.names, *other.names]):
         kinds = [schema.field(name).type if name in schema.names else "missing" for schema in (one, other)]
         if kinds[0] != kinds[1]:
             return f"{name!r} is {kinds[0]} in one and {kinds[1]} in the other"
     return ""
-
-
-def _digest(identity: str) -> str:
-    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _dump(rows: FileRows, identity: str) -> bytes:
@@ -424,7 +421,7 @@ def _dump(rows: FileRows, identity: str) -> bytes:
 
 
 def _load(path: Path, identity: str) -> FileRows | None:
-    """What `_dump` wrote for this file; None where there is nothing of use."""
+    """Return what `_dump` wrote for this file; None where there is nothing of use."""
     with suppress(OSError, FastloadError, ValueError, TypeError):
         with open(open_kept(path), "rb") as file:  # noqa: PTH123 - a descriptor
             data = file.read()

@@ -75,7 +75,7 @@ class ReadAhead(NamedTuple):
 
     @classmethod
     def of(cls, most_bytes: int, readers: int) -> ReadAhead:
-        """The read-ahead with which so many readers together hold at most `most_bytes`.
+        """Return the read-ahead with which so many readers together hold at most `most_bytes`.
 
         Large pieces cost the fewest requests. But a reader needs two, so that one is on its way while the
         other is cut into records, and more where few readers have to fill a long line.
@@ -84,7 +84,7 @@ class ReadAhead(NamedTuple):
         return cls(piece, max(1, min(4, most_bytes // (piece * readers) - 1)))
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) in pieces: a small one, then one of half the size, then equal ones."""
+        """Return [start, stop) in pieces: a small one, then one of half the size, then equal ones."""
         ranges = []
         for size in (min(PIECES.first, self.piece), max(PIECES.least, self.piece // 2)):
             if stop - start > 2 * self.piece:
@@ -141,7 +141,7 @@ class ShardBytes:
         return self._closed or (self.compressed is not None and not self._left)
 
     def next(self) -> memoryview | None:
-        """The next piece, which may be empty; None at the end. Blocks until it is here.
+        """Return the next piece, which may be empty; None at the end. Blocks until it is here.
 
         Raises:
             StoreError: it cannot be read. DecodeError: it cannot be inflated.
@@ -160,7 +160,7 @@ class ShardBytes:
             self._pieces.popleft().cancel()
 
     def _look(self) -> Any:
-        """The first piece. A thread of the pool does this, so that the reader reads ahead before its turn."""
+        """Return the first piece. A thread of the pool does this, so that reading begins before its turn."""
         at_start = not self._start
         head_only = (0, min(HEAD, self._shard.size))
         first = self._ahead.ranges(0, self._stop)[0] if at_start else head_only
@@ -178,7 +178,7 @@ class ShardBytes:
         self._request()
 
     def _raw_pieces(self, first: Any) -> Callable[[], Any]:
-        """Gives the compressed bytes, range by range; None at their end."""
+        """Return a function that gives the compressed bytes, range by range; None at their end."""
         given = [] if first is None else [first]
 
         def more() -> Any:
@@ -198,7 +198,7 @@ class ShardBytes:
             self._pieces.append(self._pool.submit(functools.partial(self._read, *self._left.popleft())))
 
     def _read(self, start: int, stop: int) -> Any:
-        """A range of the shard, of the version that was listed. Called by the pool's threads."""
+        """Return a range of the shard, of the version that was listed. Called by the pool's threads."""
         self._pool.counters.add("get.requests")
         shard = self._shard
         try:
@@ -268,7 +268,7 @@ class ShardReader:
         return self._bytes.all_requested
 
     def next(self) -> Record | None:
-        """The next record, or None at the end. Blocks until its bytes are here.
+        """Return the next record, or None at the end. Blocks until its bytes are here.
 
         Raises:
             StoreError: they cannot be read.
@@ -359,14 +359,14 @@ class CachedReader:
         self._read = read
 
     def complete(self) -> bool:
-        """Whether the cache has all of them."""
+        """Return whether the cache has all of them."""
         for ordinal in range(self.ordinal, self._stop):
             if ordinal not in self._records.bad and not self._cache.has(self._key_of(ordinal)):
                 return False
         return True
 
     def next(self) -> Record | None:
-        """The next record, or None at the end."""
+        """Return the next record, or None at the end."""
         if self.ordinal >= self._stop:
             return None
         ordinal = self.ordinal
@@ -382,7 +382,7 @@ class CachedReader:
         return Record(offset, size, payload)
 
     def close(self) -> None:
-        """End here."""
+        """End at the record that was read last."""
         self._stop = self.ordinal
 
     def _key_of(self, ordinal: int) -> bytes:

@@ -54,16 +54,16 @@ class RecordBlocks(Protocol):
     key: str
 
     def spans(self) -> list[Span]:
-        """All blocks, as the records of their shards."""
+        """Return all blocks, as the records of their shards."""
 
     def size(self, span: Span) -> int:
-        """Bytes to read of a block: at most, about its part of the shard."""
+        """Return the bytes to read of a block: at most, about its part of the shard."""
 
     def most_open(self, most_bytes: int) -> int:
-        """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
+        """Return how many blocks a process may open so that they and those read ahead take so many bytes."""
 
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> Reader:
-        """A reader of a block, or of a part of one, from a record on. It starts to read the block at once."""
+        """Return a reader of a block, or of a part of one, from a record on. It begins to read at once."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class RecordSource:
         return None
 
     def _bytes_from(self, where: _Where, piece: int, wait: Wait) -> Callable[[], Any]:
-        """Gives the bytes from a record on, one piece a call, inflated if need be; None at the end."""
+        """Return a function that gives the bytes from a record on, inflated if need be; None at the end."""
         shard = self._shards[where.shard]
         compressed = self._index.compressed(where.shard)
         start = 0 if compressed else where.offset
@@ -223,7 +223,7 @@ class RecordSource:
 
 
 def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
-    """The first record in the pieces that `more` gives; None: there is none."""
+    """Return the first record in the pieces that `more` gives; None: there is none."""
     record = None
     while record is None and not splitter.over and (piece := more()) is not None:
         splitter.feed(memoryview(piece))
@@ -235,7 +235,7 @@ def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
 
 
 def record_name(key: str, offset: int) -> str:
-    """The name of a record in error messages."""
+    """Return the name of a record in error messages."""
     return f"{key}{RECORD_MARK}{offset}"
 
 
@@ -288,11 +288,11 @@ class PendingRecords:
         self._offsets[record] = found.record.offset
 
     def offset(self, record: int) -> int:
-        """The record's offset in its shard."""
+        """Return the record's offset in its shard."""
         return self._offsets[record]
 
     def get(self, record: int) -> Any:
-        """The payload of a record, which is then pending once less.
+        """Return the payload of a record, which is then pending once less.
 
         Raises:
             DecodeError: the record is damaged, or cannot be prepared.

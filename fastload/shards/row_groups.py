@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fastload.checks import refuse_class
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
 from fastload.datasets.sample_fields import FieldTransforms, Shape
-from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
+from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
@@ -31,9 +32,9 @@ from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
 from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.fields import NAME_IT, RecordFields
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
+from fastload.shards.record_fields import NAME_IT, RecordFields
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
 
@@ -98,7 +99,7 @@ class RowGroups:
         return RowGroupReader(self, span, ordinal, offset, pool)
 
     def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
-        """The rows of the row group in which a row lies, and whether they were read now.
+        """Return the rows of the row group in which a row lies, and whether they were read now.
 
         The last ones are kept. One row group at a time is read, however many threads ask: each may be
         hundreds of megabytes. The prefetcher counts the row as one request.
@@ -146,12 +147,12 @@ class RowGroups:
         return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
 
     def numbers(self, shard: int, first: int, stop: int) -> list[int]:
-        """The numbers of the rows in their file, of the samples [first, stop)."""
+        """Return the numbers of the rows in their file, of the samples [first, stop)."""
         chosen = self._files.files[shard].chosen
         return list(range(first, stop)) if chosen is None else chosen[first:stop].tolist()
 
     def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
-        """The bytes of a row group to read, in pieces."""
+        """Return the bytes of a row group to read, in pieces."""
         file, size = self._files.files[shard], self._shards[shard].size
         metadata = self._metadata(shard, wait)
         leaves = leaf_columns(metadata, self._files.columns)
@@ -163,7 +164,7 @@ class RowGroups:
         ]
 
     def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
-        """A range of a file, of the version that was listed."""
+        """Return a range of a file, of the version that was listed."""
         file = self._shards[shard]
         try:
             return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
@@ -173,7 +174,7 @@ class RowGroups:
             raise
 
     def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
-        """The samples of a row group.
+        """Return the samples of a row group.
 
         Raises:
             DecodeError: it is damaged.
@@ -192,7 +193,7 @@ class RowGroups:
         return Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
 
     def _metadata(self, shard: int, wait: Wait) -> Any:
-        """The metadata of a file, read once by this process unless it has dropped it."""
+        """Return the metadata of a file, read once by this process unless it has dropped it."""
         with self._lock:
             found, reading = self._footers.get(shard), self._reading.setdefault(shard, threading.Lock())
         if found is None:
@@ -261,7 +262,7 @@ class RowGroupReader:
             pool.submit(functools.partial(self._try, self._begin))
 
     def next(self) -> Record | None:
-        """The next row as a record, or None at the end. Blocks until its row group is here.
+        """Return the next row as a record, or None at the end. Blocks until its row group is here.
 
         Raises:
             StoreError: it cannot be read. Damage is an error of each of its rows.
@@ -330,7 +331,7 @@ class RowGroupReader:
 
 
 def _is_file(kind: Any) -> bool:
-    """Whether a column has encoded files, such as images, with their paths."""
+    """Return whether a column has encoded files, such as images, with their paths."""
     if not pa.types.is_struct(kind) or {field.name for field in kind} != _FILE:
         return False
     return bool(_is_binary(kind.field("bytes").type) or pa.types.is_null(kind.field("bytes").type))
@@ -341,7 +342,7 @@ def _is_binary(kind: Any) -> bool:
 
 
 def column_values(column: Any) -> list[Any]:
-    """The values of a column: views of binary ones; of a file its bytes, or its path if it has no bytes."""
+    """Return the values of a column: views of binary ones; of a file its bytes, or else its path."""
     if not _is_file(column.type):
         return to_python(column, views=True)
     values = []
@@ -359,33 +360,22 @@ class ParquetFields(RecordFields):
     """The columns of a row.
 
     Args:
+        schema: of the columns that are read.
         shape: of the samples; None: a dict of all columns.
         decoders: column -> function that replaces the value.
+
+    Raises:
+        ArgumentError: `decoders` names a column that is not read.
     """
 
-    def __init__(self, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, schema: Any, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]
+    ) -> None:
         for name, function in decoders.items():
             refuse_class(f"decode[{name!r}]", function)
-        self._decoders = dict(decoders)
         self.shape = shape
+        self._decoders = dict(decoders)
         self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
-        self._columns: dict[str, str] = {}  # name -> column
-        self._files: list[str] = []  # columns of encoded files
-        self._numeric: set[str] = set()  # columns
-        self._sure: set[str] = set()  # names of images, whatever their bytes look like
-        self._may_be_images: list[str] = []
-
-    @property
-    def wanted(self) -> list[str] | None:
-        """The wanted columns; None: all."""
-        return None if self._wanted is None else list(self._wanted.values())
-
-    def learn(self, schema: Any) -> None:
-        """Take the columns and their types from the files.
-
-        Raises:
-            ArgumentError: `decode` names a column that is not read.
-        """
         self._columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
         unknown = sorted(self._decoders.keys() - set(self._columns.values()))
         if unknown:
@@ -399,8 +389,8 @@ class ParquetFields(RecordFields):
         self._may_be_images = [
             name for name, column in self._columns.items() if column in binary - self._decoders.keys()
         ]
-        sure = _hugging_face_images(schema.metadata or {})
-        self._sure = {name for name in self._may_be_images if self._columns[name] in sure}
+        hugging_face = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
+        self._sure = {name for name in self._may_be_images if self._columns[name] in hugging_face}
 
     @property
     def key(self) -> str:
@@ -445,7 +435,7 @@ class ParquetFields(RecordFields):
 
 
 def _hugging_face_images(metadata: Mapping[bytes, bytes]) -> set[str]:
-    """The columns that Hugging Face's `datasets` has written down as images."""
+    """Return the columns that Hugging Face's `datasets` has written down as images."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return {name for name, feature in features.items() if feature.get("_type") == "Image"}

@@ -47,7 +47,7 @@ class Reader(Protocol):
     def all_requested(self) -> bool: ...
 
     def next(self) -> Record | None:
-        """The next record; None at the end."""
+        """Return the next record; None at the end."""
 
     def close(self) -> None:
         """Drop all requests whose results were not taken."""
@@ -114,7 +114,7 @@ class Interleave:
             self._open = [self._open_span(*at) for at in position["open"]]
 
     def position(self) -> dict[str, Any]:
-        """Where it is, as JSON. "open" has the open spans: number, ordinal and offset of the next record."""
+        """Return where it is, as JSON. "open": number, ordinal and offset of the next record of each span."""
         return {
             "turn": self._turn,
             "left": self._left,
@@ -123,7 +123,7 @@ class Interleave:
         }
 
     def next(self) -> StreamedRecord | None:
-        """The next record; None when all spans are over."""
+        """Return the next record; None when all spans are over."""
         while self._open:
             number, reader = self._open[self._turn]
             ordinal, record = reader.ordinal, reader.next()
@@ -220,7 +220,7 @@ class ShuffledStream(Generic[T]):
         self.closed = False
 
     def take(self, n: int) -> list[T]:
-        """The next `n` records; fewer at the end."""
+        """Return the next `n` records; fewer at the end."""
         taken: list[StreamedRecord] = []
         while len(taken) < n and not self.closed and (self._block or self._read_block()):
             taken.append(self._block.popleft())
@@ -230,7 +230,7 @@ class ShuffledStream(Generic[T]):
         return [self._hold(record) for record in taken]
 
     def state(self) -> dict[str, Any]:
-        """Where it is, as JSON."""
+        """Return where it is, as JSON."""
         return {
             "plan": self._plan,
             "at": {"block": self._number, "given": self._given, "position": self._begin},

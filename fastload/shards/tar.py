@@ -9,14 +9,15 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
+from fastload.checks import refuse_class
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
-from fastload.errors import DecodeError, refuse_class
+from fastload.errors import DecodeError
 from fastload.formats.tar import read_sample
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import ChosenFields, NamedFields, check_decode
 from fastload.shards.formats import TAR
+from fastload.shards.record_fields import ChosenFields, NamedFields, check_decode
 
 
 class MemberFields(NamedFields):
@@ -35,7 +36,7 @@ class MemberFields(NamedFields):
         self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
 
     def __fingerprint__(self) -> Any:
-        """All but the memory of the last sample: see `datasets.fingerprint`."""
+        """Leave out the memory of the last sample: see `datasets.fingerprint`."""
         return self._decoders, self._unsafe
 
     @property

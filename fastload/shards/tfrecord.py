@@ -17,8 +17,15 @@ from fastload.images.decode import Oriented
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.fields import ChosenFields, Leaf, NamedFields, RecordFields, check_decode, shape_of
 from fastload.shards.formats import TFRECORD
+from fastload.shards.record_fields import (
+    ChosenFields,
+    Leaf,
+    NamedFields,
+    RecordFields,
+    check_decode,
+    shape_of,
+)
 
 
 class ExampleFields(NamedFields):
@@ -88,15 +95,9 @@ class TFRecordDataset(ShardDataset):
         for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
             images, labels  # uint8 (256, 3, 224, 224), int64 (256,)
 
-    Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
-    comes from index files, or is made in the first epoch and kept in the cache. Until then `[]` raises
-    TypeError, `len()` is the hint `num_samples` or raises too, and `fastload.DataLoader` reads it as streams:
-    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks; without a shuffle
-    one after the other, so that one worker, or none, gives the order of the files. The same loop reads both.
-
-    With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
-    or files are compressed: then every epoch is streamed. A damaged record is an error with file and offset,
-    or counted under `on_error`. A damaged length ends its file, as one bad record.
+    Records are read at random or streamed as the samples of `TarDataset` are; index files are those of
+    tfrecord2idx. A damaged record is an error with file and offset, or counted under `on_error`. A damaged
+    length ends its file, as one bad record.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
@@ -112,20 +113,8 @@ class TFRecordDataset(ShardDataset):
             "box?" may be absent: the value is None then, and its column in a batch always a list. In
             `transform={...}` a leaf has the name of its key in a dict, else of its first alternative. None: a
             dict of the features.
-        num_samples: a hint for `len()` while the files are not indexed, for schedules and progress bars.
-        cycle_length: files open at once, by all workers of a rank together.
-        block_length: records taken from each file in turn.
-        shuffle_buffer: size of a shuffled block per worker: records as int, or bytes as text ("64MB").
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
-            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
-            closure, attributes, the globals it uses).
-        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
-        index: the URL of the index files of tfrecord2idx; None: beside the shards, if there are any; False:
-            use none.
-        compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        num_samples, cycle_length, block_length, shuffle_buffer, fingerprint, cache, index, compression,
+            storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -175,7 +164,7 @@ class TFRecordDataset(ShardDataset):
 
 
 def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> RecordFields | None:
-    """The fields of a record; `chosen`: the user's `fields=`."""
+    """Return the fields of a record; `chosen`: the user's `fields=`."""
     parts = transform.items() if isinstance(transform, Mapping) else []
     fused = [name for name, part in parts if is_fused(part)]
     if chosen is None:

@@ -10,7 +10,6 @@ bytes that it needs, and a cache that cannot hold the corpus would read these in
 
 from __future__ import annotations
 
-import operator
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ import xxhash
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
+from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
+from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -74,9 +74,7 @@ class TokenDataset(StoreDataset):
         overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
             With 1, all tokens but the first are a target once.
         cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        storage_options, listing_max_age: see `TarDataset`.
 
     Attributes:
         tokens: the number of tokens in all objects.
@@ -105,8 +103,8 @@ class TokenDataset(StoreDataset):
     ) -> None:
         super().__init__(url, None)
         self.dtype = _checked_dtype(dtype)
-        check_whole_number("block", block)
-        check_whole_number("overlap", overlap, 0)
+        block = whole_number("block", block)
+        overlap = whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
         self._payloads = ObjectPayloads(kept_in, None)
@@ -153,11 +151,7 @@ class TokenDataset(StoreDataset):
         return _TokenSource(self._corpus, self._cache_key)
 
     def _record(self, index: int) -> int:
-        index = operator.index(index)  # two tensors of one number are not one key
-        n = self._corpus.samples
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
-        return index % n
+        return check_index(index, self._corpus.samples, f"samples of {self.url}")
 
     def _name(self, record: int) -> str:
         return self._corpus.name(record)
@@ -236,7 +230,7 @@ class _Corpus:
         self.samples = max(0, self.tokens - overlap) // block
 
     def pieces(self, sample: int) -> list[_Piece]:
-        """Where the tokens of a sample are, in order."""
+        """Return where the tokens of a sample are, in order."""
         first, missing = sample * self._block, self.length
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         pieces = []
@@ -249,7 +243,7 @@ class _Corpus:
         return pieces
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each sample: of the objects that it is cut from, and where it begins."""
+        """Return a number for each sample: of the objects that it is cut from, and where it begins."""
         first = samples * self._block
         begin = np.searchsorted(self._firsts, first, side="right") - 1
         end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
@@ -264,12 +258,12 @@ class _Corpus:
         return mix_all(found ^ self._form)
 
     def name(self, sample: int) -> str:
-        """A sample in error messages: where it begins."""
+        """Return the name of a sample in error messages: where it begins."""
         first = self.pieces(sample)[0]
         return record_name(self.shards[first.shard].key, first.start)
 
     def key(self, sample: int) -> list[str]:
-        """What tells the bytes of a sample from all others."""
+        """Return what tells the bytes of a sample from all others."""
         parts = [self.shards.store.identity]
         for number, start, stop in self.pieces(sample):
             shard = self.shards[number]
@@ -319,7 +313,7 @@ class _TokenSource:
 
 
 def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
-    """(bytes before the tokens, number of tokens) of each object.
+    """Return (bytes before the tokens, number of tokens) of each object.
 
     The first bytes of all objects are read. Rejected: those of one object only. A `.npy` file of another type
     among raw ones would be served as tokens that nobody wrote.
@@ -354,7 +348,7 @@ def _header(key: str, head: bytes) -> TokenHeader | None:
 
 
 def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:
-    """The number of tokens in an object."""
+    """Return the number of tokens in an object."""
     if header is not None and header.dtype != dtype:
         raise ArgumentError(
             f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "

@@ -41,7 +41,7 @@ class Named(NamedTuple):
 def resolve(
     urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], form: ShardFormat, *, files: bool = False
 ) -> Named:
-    """The shards that `urls` names.
+    """Return the shards that `urls` names.
 
     Args:
         urls: as above.
@@ -81,7 +81,7 @@ def resolve(
 
 
 def _prefix(name: str, form: ShardFormat) -> Named:
-    """The shards below a name, or the one file that has this name."""
+    """Return the shards below a name, or the one file that has this name."""
     directory, _, base = name.rpartition("/")
     other = title_of(base)
     if other is not None:
@@ -95,7 +95,7 @@ def _prefix(name: str, form: ShardFormat) -> Named:
 
 
 def is_index(key: str) -> bool:
-    """Whether an object beside shards is an index file."""
+    """Return whether an object beside shards is an index file."""
     return re.fullmatch(_INDEX_FILES, key, re.DOTALL) is not None
 
 
@@ -129,7 +129,7 @@ def listed_url(name: str, folder: str) -> str:
 
 
 def expand_braces(text: str) -> Iterator[str]:
-    """All texts that the braces stand for, in order, by the rules of bash.
+    """Return all texts that the braces stand for, in order, by the rules of bash.
 
     Raises:
         ArgumentError: a brace is not closed, or there are more than a million texts.
@@ -147,7 +147,7 @@ def expand_braces(text: str) -> Iterator[str]:
 
 
 def _outer_braces(text: str) -> tuple[int, int] | None:
-    """The positions of the first opening brace and of its closing one; None: there is no brace."""
+    """Return the positions of the first opening brace and of its closing one; None: there is no brace."""
     start = text.find("{")
     if start < 0:
         return None
@@ -221,7 +221,7 @@ def _text(url: str | os.PathLike[str]) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(directory, rest) where the directory has no special character."""
+    """Return (directory, rest) where the directory has no special character."""
     match = _SPECIAL.search(name)
     plain = name if match is None else name[: match.start()]
     directory, slash, _ = plain.rpartition("/")
@@ -229,7 +229,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _common(directories: list[str]) -> str:
-    """The deepest directory that holds all of these."""
+    """Return the deepest directory that holds all of these."""
     parts = [directory.split("/") for directory in directories]
     shared = [
         one[0] for one in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))

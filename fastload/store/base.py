@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from fastload.checks import whole_number
 from fastload.errors import (
     ArgumentError,
     NotFoundError,
@@ -20,7 +21,6 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
     address,
-    check_whole_number,
 )
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import failures
@@ -231,7 +231,7 @@ class Store(ABC):
             ArgumentError: of `buffer_size`.
             NotFoundError, ObjectChangedError, StoreError: here, or by a read.
         """
-        check_whole_number("buffer_size", buffer_size)
+        buffer_size = whole_number("buffer_size", buffer_size)
         info = self.head(key)
         return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 

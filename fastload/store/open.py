@@ -18,7 +18,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.errors import ArgumentError, check_whole_number
+from fastload.checks import whole_number
+from fastload.errors import ArgumentError
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size
@@ -106,7 +107,7 @@ def _take_reading(options: dict[str, Any], budget: RequestBudget) -> Reading:
     most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
     inflated = parse_size(options.pop("max_inflated", MAX_INFLATED), "storage option max_inflated")
     if most is not None:
-        check_whole_number("storage option max_requests", most)
+        most = whole_number("storage option max_requests", most)
     if not isinstance(hedge, bool):
         raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
     return Reading(most, hedge, inflated, budget)
@@ -139,7 +140,7 @@ def take_budget(options: dict[str, Any]) -> RequestBudget:
     """Take the limits out of `options`, and return a budget with them."""
     gets, egress = options.pop("max_gets", None), options.pop("max_egress", None)
     if gets is not None:
-        check_whole_number("storage option max_gets", gets)
+        gets = whole_number("storage option max_gets", gets)
     size = None if egress is None else parse_size(egress, "storage option max_egress")
     return RequestBudget(Limits(gets, size))
 

@@ -92,7 +92,7 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    if _check_recipe(state.made_from, describe(loader), changes_since(loader, state)):
+    if _check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
         return
     for name in saved.datasets.keys() & own.datasets.keys():
         before, now = saved.datasets[name], own.datasets[name]
@@ -147,17 +147,24 @@ def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) 
         changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
     elif before["versions"] != now["versions"]:
         changes.append(f"objects of {now['url']!r} were written again since{since}")
-    if before["transform"] != now["transform"]:
-        texts = _differing(before["transform"] or {}, now["transform"] or {})
+    transforms = [_transform_of(one) for one in (before, now)]
+    if transforms[0] != transforms[1]:
+        texts = _differing(*transforms)
         changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
     for change in changes:
         warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
     return True
 
 
+def _transform_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one crop of a dataset's images; {}: it has none."""
+    transform = made["arguments"].get("transform") or {}
+    return dict(transform.get("transform") or {})
+
+
 def _place(made: Mapping[str, Any]) -> str:
     endpoint = made["options"].get("endpoint_url")
-    return repr(made["url"].rstrip("/")) + (f" at {endpoint}" if endpoint else "")
+    return repr(str(made["url"]).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,32 +1,39 @@
 """What a state says about its loader, so that `fastload replay` can make the loader again.
 
-    describe(loader) ─▶ the state's "made_from": JSON, no secrets ─▶ restore(state) ─▶ arguments of a loader
+    describe(loader) ─▶ the state's "recipe": JSON, no secrets ─▶ restore(state) ─▶ arguments of a loader
 
-Only what fastload made by itself can be described: an ImageFolder or ObjectDataset with fused crops, and
-samplers of torch and fastload. Of all else the state has the reason, {"why": sentence}. Pickling the dataset
-was rejected: a checkpoint would then run code, and hold the credentials of the store.
+Only what fastload made by itself can be described: its datasets by their public arguments, with fused
+crops, and samplers of torch and fastload. Of all else the state has the reason, {"why": sentence}. Pickling
+the dataset was rejected: a checkpoint would then run code, and hold the credentials of the store.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 
+import fastload
 from fastload.cache import Cache
-from fastload.datasets.image_folder import ImageFolder
-from fastload.datasets.objects import ObjectDataset
-from fastload.datasets.store_dataset import override_of
+from fastload.datasets.store_dataset import StoreDataset, arguments_of, override_of
+from fastload.datasets.table_fields import File
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler
+from fastload.order.sampler import DistributedSampler, ShardSampler
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
-from fastload.store.open import options_from_file
+from fastload.store.failures import public_url
+from fastload.store.open import checked_options, open_store, options_from_file
 
 _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a false number takes any memory
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
@@ -37,8 +44,30 @@ _ARGUMENTS = {
     "RandomResizedCrop": ("scale", "ratio", "flip", *_SHARED),
     "CenterCrop": ("resize", *_SHARED),
 }
-_DATASETS: dict[str, Any] = {"ImageFolder": ImageFolder, "ObjectDataset": ObjectDataset}
-_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler, torch.utils.data.DistributedSampler)
+# Class -> its module, which is imported where one is made.
+_DATASETS = {
+    "ImageFolder": "fastload.datasets.image_folder",
+    "ObjectDataset": "fastload.datasets.objects",
+    "TableDataset": "fastload.datasets.table",
+    "TarDataset": "fastload.shards.tar",
+    "TFRecordDataset": "fastload.shards.tfrecord",
+    "ParquetDataset": "fastload.shards.parquet",
+    "MDSDataset": "fastload.shards.mds",
+    "LitDataset": "fastload.shards.litdata",
+    "BetonDataset": "fastload.shards.beton",
+    "TokenDataset": "fastload.shards.tokens",
+}
+# Arguments that a state does not have, or has in another place; and those that no state may set.
+_LEFT_OUT = frozenset(
+    {"url", "keys", "decode", "target_transform", "fingerprint", "cache", "storage_options"}
+    | {"listing_max_age", "allow_empty", "num_samples"}
+)
+_REFUSED = _LEFT_OUT | {"unsafe"}
+_TYPES: dict[str, type] = {"bytes": bytes, "int": int, "float": float, "str": str}
+_SAMPLERS = (
+    *(SequentialSampler, RandomSampler, DistributedSampler, ShardSampler),
+    torch.utils.data.DistributedSampler,
+)
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LAYOUTS = ("contiguous_format", "channels_last", "preserve_format")
 
@@ -65,7 +94,7 @@ class Restored(NamedTuple):
 
 
 def describe(loader: Any) -> _Json:
-    """The entry "made_from" of the loader's state: the same on every rank."""
+    """The entry "recipe" of the loader's state: the same on every rank."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or loader.batch_size is None:
         return {"why": "its batches come from batch_sampler=, or it has none"}
@@ -95,8 +124,8 @@ def restore(
         ArgumentError: the state does not say how the order of its samples is made.
     """
     saved = parse_state(state, "the state", OWN_LOADER)
-    with reading_state("the state's entry made_from"):
-        return _restored(saved, saved.made_from, url, storage_options or {})
+    with reading_state("the state's entry recipe"):
+        return _restored(saved, saved.recipe, url, storage_options or {})
 
 
 def _restored(state: State, made: Mapping[str, Any], url: str | None, options: Mapping[str, Any]) -> Restored:
@@ -111,7 +140,10 @@ def _restored(state: State, made: Mapping[str, Any], url: str | None, options: M
     if not all(isinstance(text, str) for text in (*notes, *texts, *made["dataset"].get("withheld", ()))):
         raise ValueError("a reason that is no text")
     if state.length is None:
-        raise ValueError("no length")
+        raise ArgumentError(
+            "the state is of shards that were not indexed, whose samples have no numbers: index them with "
+            f"`fastload index`, or {OWN_LOADER}"
+        )
     dataset, missing = _open_dataset(made["dataset"], state.length, url, options, notes)
     if missing is not None and len(dataset) > _MOST_MISSING:
         raise ArgumentError(f"the state says that there are {len(dataset):,} samples, and {missing}")
@@ -140,13 +172,13 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     whys = [
         (type(loader).__module__ != "fastload.loader.dataloader", f"it is a {type(loader).__qualname__}"),
         (loader.collate_fn is not default_collate, "its collate_fn= is a function of the training"),
-        (getattr(dataset, "decode", None) is not None, "its dataset has a decode= of the training"),
+        (_given_decode(dataset) is not None, "its dataset has a decode= of the training"),
         (
             getattr(dataset, "target_transform", None) is not None,
             "its dataset has a target_transform= of the training",
         ),
         (
-            getattr(dataset, "transform", None) is not None and _transform(dataset.transform) is None,
+            not _is_described(getattr(dataset, "transform", None)),
             "its dataset's transform= is neither RandomResizedCrop, CenterCrop nor ByEpoch of these",
         ),
     ]
@@ -161,34 +193,132 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
 
 
 def _dataset(dataset: Any) -> _Json:
+    """Return how a dataset was made: its class, place and public arguments; or why that cannot be known."""
     kind = type(dataset)
-    if kind not in _DATASETS.values():
+    if _DATASETS.get(kind.__name__) != kind.__module__:
         return {"why": f"its dataset is a {kind.__qualname__}"}
     if override_of(dataset) is not None:
         return {"why": f"its samples are made by {override_of(dataset)}"}
-    if dataset.keys_given:
+    given = arguments_of(dataset)
+    if given.get("keys") is not None:
         return {"why": "its dataset was given keys=, which the state does not contain"}
-    listing, store = dataset.listing(), dataset.store()
-    classes = dataset.classes if kind is ImageFolder else None
-    if classes == listing.classes:
-        classes = None
-    elif classes is not None and len(json.dumps(classes)) > _CLASSES_KEPT:
-        return {"why": f"its dataset was given {len(classes)} names as classes=, too many for a state"}
+    arguments, why = _arguments(dataset, given)
+    if why is not None:
+        return {"why": why}
+    urls = [str(url) for url in given["url"]] if isinstance(given.get("url"), list | tuple) else None
+    where = urls[0] if urls else str(given.get("url", "") or given.get("table"))
+    store = open_store(where, **checked_options(given.get("storage_options")))
     options, withheld = store.public_options()
-    if store.url != dataset.url and "://" in str(dataset.url):
+    if store.url != where and "://" in where:
         withheld = [*withheld, "user or query of the url"]
-    keys, versions = listing.digests
+    keys, versions = view_of(dataset).listed() or (None, None)
     return {
         "class": kind.__name__,
-        "url": store.address,
+        "url": list(map(_address, urls)) if urls else store.address if given.get("url") else "",
         "options": options,
         "withheld": withheld,
-        "classes": classes,
-        "on_change": dataset.on_change,
-        "transform": None if dataset.decode is not None else _transform(dataset.transform),
+        "arguments": arguments,
         "keys": keys,
         "versions": versions,
     }
+
+
+def _address(url: Any) -> str:
+    """Return a URL without secrets, or a path that holds in any directory."""
+    text = os.fspath(url)  # TypeError: a table in memory, or an ellipsis
+    return public_url(text) if "://" in text else str(Path(text).absolute())
+
+
+def _given_decode(dataset: Any) -> Any:
+    """Return the function, or functions of single fields, that the user has given to open samples."""
+    given = arguments_of(dataset) if isinstance(dataset, StoreDataset) else {}
+    return getattr(dataset, "decode", None) or given.get("decode")
+
+
+def _is_described(value: Any) -> bool:
+    try:
+        _written(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _arguments(dataset: Any, given: Mapping[str, Any]) -> tuple[_Json, str | None]:
+    """Return (the arguments that a state may have, None), or ({}, why that is not all of them)."""
+    arguments, kind = {}, type(dataset)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if name in _LEFT_OUT or name not in {*given, "transform"}:
+            continue
+        value = getattr(dataset, name, None) if name == "transform" else given[name]
+        if name == "classes" and value is not None:
+            if dataset.classes == dataset.listing().classes:
+                continue
+            if len(json.dumps(list(value))) > _CLASSES_KEPT:
+                return {}, f"its dataset was given {len(value)} names as classes=, too many for a state"
+        if value is None or value is parameter.default:
+            continue
+        if name == "unsafe" or (name == "index" and not isinstance(value, bool)):
+            return {}, f"its dataset was given {name}={value!r}, which only you may say"
+        if name == "transform" and _given_decode(dataset) is not None:
+            continue  # of what `decode` gives
+        try:
+            arguments[name] = _written(_address(value) if name == "table" else value)
+        except TypeError:
+            if name != "transform":
+                return {}, f"its dataset was given a {name}= that a state does not contain"
+    return arguments, None
+
+
+def _written(value: Any) -> Any:
+    """Return an argument as JSON: a list, or a dict with the name of what it is.
+
+    Raises:
+        TypeError: it cannot be described.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_written(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_written(item) for item in value]}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _written(item) for key, item in value.items()}}
+    if isinstance(value, type) and value in _TYPES.values():
+        return {"type": value.__name__}
+    if type(value) is File and value.decode is None:
+        return {"File": value.column}
+    if isinstance(value, np.dtype | type) and np.dtype(value).kind in "iuf":
+        return {"dtype": np.dtype(value).str}
+    described = _transform(value)
+    if described is None:
+        raise TypeError
+    return {"transform": described}
+
+
+def _parsed(value: Any) -> Any:
+    """Return the argument that `_written` gave; a state may have anything in its place.
+
+    Raises:
+        ValueError: it gave no such thing.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_parsed(item) for item in value]
+    ((name, content),) = value.items()
+    if name == "tuple":
+        return tuple(map(_parsed, content))
+    if name == "dict":
+        return {str(key): _parsed(item) for key, item in content.items()}
+    if name == "type":
+        return _TYPES[content]
+    if name == "File" and isinstance(content, str):
+        return File(content)
+    if name == "dtype" and re.fullmatch(r"[<>|][iuf][1248]", content):
+        return np.dtype(content)
+    if name == "transform":
+        return _new_transform(content)
+    raise ValueError(f"an argument that is a {name!r}")
 
 
 def _transform(transform: Any) -> _Json | None:
@@ -209,7 +339,7 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
     if kind not in _SAMPLERS:
         return {"why": f"its sampler is a {kind.__qualname__}"}
     source: Any = sampler.dataset if hasattr(sampler, "dataset") else sampler.data_source
-    if len(source) != len(dataset):
+    if source is not dataset and len(source) != len(dataset):
         return {"why": f"its {kind.__qualname__} is of another dataset"}
     if kind is SequentialSampler:
         return {"kind": "SequentialSampler"}
@@ -222,6 +352,8 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
             "generator": "own" if own else "none" if sampler.generator is None else "loader's",
         }
     dealt = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+    if kind is ShardSampler:
+        return {"kind": "ShardSampler", **dealt, "mode": sampler.mode}
     if kind is DistributedSampler:
         dealt |= {"mode": sampler.mode, "nodes": sampler.place.nodes, "exchange": sampler.exchange}
     return {"kind": f"{kind.__module__.partition('.')[0]}.DistributedSampler", **dealt}
@@ -254,19 +386,24 @@ def _open_dataset(
         return range(
             length
         ), f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
+    where, kind = made["url"] if url is None else url, getattr(fastload, _known(made["class"]))
+    arguments = {name: _parsed(value) for name, value in made["arguments"].items()}
+    refused = sorted((arguments.keys() & _REFUSED) | (arguments.keys() - inspect.signature(kind).parameters))
+    if refused:
+        raise ValueError(f"the argument {refused[0]!r}")
+    places = [arguments["table"]] if "table" in arguments else []
     if url is None:
-        options = options_from_file(made["url"], made["options"], options, "the state")
-    arguments = {
-        "transform": _new_transform(made["transform"]),
-        "on_change": made["on_change"],
-        "storage_options": dict(options),
-    }
+        places += where if isinstance(where, list) else [where]
+    checked = [
+        options_from_file(place, made["options"], options, "the state") for place in places if place != ""
+    ]
+    options = checked[0] if checked else options
     if made["class"] == "ImageFolder":
-        arguments |= {"classes": made["classes"], "allow_empty": True}
-    where = made["url"] if url is None else url
+        arguments["allow_empty"] = True
     try:
-        dataset = _DATASETS[made["class"]](where, **arguments)
-    except FastloadError as error:
+        dataset = kind(url=where, storage_options=dict(options) or None, **arguments)
+        known = dataset.indexed_length() if hasattr(dataset, "indexed_length") else len(dataset)
+    except (FastloadError, TypeError) as error:
         held = made["withheld"]
         hint = (
             f" (a state does not keep {', '.join(held)}: pass --storage-option)"
@@ -274,20 +411,26 @@ def _open_dataset(
             else ""
         )
         return range(length), f"the data cannot be read{hint}: {error}"
-    keys, versions = dataset.listing().digests
-    if len(dataset) != length:
+    keys, versions = view_of(dataset).listed() or (None, None)
+    if known != length:
         return range(length), (
-            f"{where!r} has {len(dataset):,} samples, and the run had {length:,}: pass --data URL if the "
+            f"{where!r} has {known:,} samples, and the run had {length:,}: pass --data URL if the "
             "data has moved, or --loader FILE.py:FUNCTION"
         )
-    if keys != made["keys"]:
+    if None not in (keys, made["keys"]) and keys != made["keys"]:
         return range(length), (
             f"{where!r} has as many objects as in the run, with other names: pass --data URL if the data has "
             "moved, or --loader FILE.py:FUNCTION"
         )
-    if versions != made["versions"]:
+    if None not in (versions, made["versions"]) and versions != made["versions"]:
         notes.append("objects were written again or copied since the state was saved: pixels may differ")
     return dataset, None
+
+
+def _known(name: Any) -> str:
+    if name not in _DATASETS:
+        raise ValueError(f"the dataset {name!r}")
+    return str(name)
 
 
 def _new_transform(made: Mapping[str, Any] | None) -> Any:
@@ -312,6 +455,8 @@ def _new_sampler(
     if made["kind"].startswith("torch."):
         return torch.utils.data.DistributedSampler(dataset, replicas, 0, **dealt)
     dealt |= {"mode": made["mode"]}
+    if made["kind"] == "ShardSampler":
+        return ShardSampler(dataset, replicas, 0, **dealt)
     if made["nodes"] > 1:
         dealt |= {"partition": "node", "num_nodes": made["nodes"], "exchange": made["exchange"]}
     return DistributedSampler(dataset, replicas, 0, **dealt)

@@ -5,6 +5,9 @@
                       ── consumed, released slots ──▶   makes at most `prefetch_factor` batches in advance
     Workers.receive ◀─ Result(seq, slots, counters) ─── makes them in order
 
+Where the kernel makes all samples there is one worker process, and `num_workers` threads of the kernel in it
+share the rows of each batch.
+
 Each worker has its own socket, so an end-of-file names the worker that died. The trainer's process runs no
 thread. A worker watches the trainer through a pidfd and ends with it, also in the middle of a batch.
 

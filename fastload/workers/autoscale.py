@@ -4,7 +4,8 @@
     start at half of it ──▶ look at the counters about once a second ──▶ let each make more batches ahead,
                                                                         add workers, park some, or wait
 
-The samples do not depend on it: only the worker that makes a batch changes.
+The samples do not depend on it: only the worker that makes a batch changes. Where threads of one process
+share the rows of a batch, these are the workers: they are switched on and off, and the process stays.
 
 Where a few samples take far longer than the others, a batch is waited for although workers are free: they
 have made all that they may make ahead. Then more batches ahead help, as a slow one begins earlier. That other

@@ -64,7 +64,7 @@ class WorkerProcesses(Workers):
         context: of the loader: a multiprocessing context, or None for Python's default.
         counters, bad, memory: get what the workers report.
         pin: registers the memory of slots with a device, see `SlotMap`.
-        start: number of workers to start now; `scale` starts others.
+        start: number of workers, or of threads of the kernel, to start now; `scale` starts others.
     """
 
     concurrent = True
@@ -88,11 +88,13 @@ class WorkerProcesses(Workers):
         self._pin = pin
         self._epoch: EpochStart | None = None  # the current one
         self._ahead = setup.prefetch_factor
+        self.lanes = setup.num_workers
+        self.kernel_threads = start if setup.kernel_threads else 0
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
         try:
-            for worker_id in range(start):
+            for worker_id in range(1 if self.kernel_threads else start):
                 self._workers.append(self._start(worker_id))
         except BaseException:
             self.close()
@@ -104,6 +106,9 @@ class WorkerProcesses(Workers):
 
     def scale(self, workers: int, ahead: int) -> None:
         self._ahead = ahead
+        if self.kernel_threads:
+            self.kernel_threads = workers
+            return
         while len(self._workers) < workers:
             worker = self._start(len(self._workers))
             self._workers.append(worker)
@@ -183,7 +188,8 @@ class WorkerProcesses(Workers):
         self, worker: _Handle, seq: int, index: Any, encoded: bool = False, again: bool = False
     ) -> None:
         returned = worker.slots.take_returned()
-        self._send(worker, Work(worker.consumed, *returned, seq, index, encoded, self._ahead, again))
+        ahead, threads = self._ahead, self.kernel_threads
+        self._send(worker, Work(worker.consumed, *returned, seq, index, encoded, ahead, threads, again))
 
     def _send(self, worker: _Handle, message: EpochStart | LeaveOut | Work) -> None:
         # A death is reported when the worker's batch is due, after the batches that it sent before.

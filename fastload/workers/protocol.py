@@ -49,7 +49,8 @@ class WorkerSetup:
     on_error: str
     seeded: bool
     logged: bool  # a sample log wants each row of a witness
-    threads: int
+    threads: int  # that make samples
+    kernel_threads: int  # that make the rows of a batch; 0: the worker's own
     batch_size: int
     memory_limit: MemoryLimit | None
     positions: list[WorkerState] | None  # where each worker resumes the dataset
@@ -82,6 +83,7 @@ class Work(NamedTuple):
     index: Any
     encoded: bool  # the trainer's process decodes its images
     ahead: int = 2  # finished batches that may wait for the trainer, where they are small
+    kernel_threads: int = 0  # that may be busy, where threads make the rows
     again: bool = False  # it was made by rules that have changed: it comes before all other work
 
 

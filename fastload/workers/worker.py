@@ -20,6 +20,7 @@ import numpy as np
 import numpy.random  # numpy itself imports it late: 12 ms in each worker before its first request
 import torch
 
+from fastload.images.kernel import set_threads
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
@@ -138,6 +139,7 @@ class _Worker:
         self._slots = SlotPool(keep=setup.prefetch_factor + 2, check=self._memory.check_batch)
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
+        self._kernel_threads = 0
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
@@ -170,6 +172,7 @@ class _Worker:
         np.random.seed(numpy_seed(setup.base_seed, worker_id))
         set_worker_info(worker_id, setup.num_workers, seed, setup.dataset)
         collate_into(self._slots.allocate)
+        self._kernel_threads = set_threads(setup.kernel_threads)
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(worker_id)
         position = setup.positions[worker_id] if setup.positions is not None else None
@@ -202,6 +205,8 @@ class _Worker:
         """Queue an index batch, and announce it to the dataset."""
         self._consumed = work.consumed
         self._memory.allow_ahead(work.ahead)
+        if work.kernel_threads != self._kernel_threads:
+            self._kernel_threads = set_threads(work.kernel_threads)
         self._slots.keep = max(self._setup.prefetch_factor, work.ahead) + 2
         for slot_id in work.released:
             self._slots.release(slot_id)

@@ -49,10 +49,14 @@ class Workers:
 
     Attributes:
         concurrent: batches are made while the consumer works.
+        lanes: how many of them there may be: each makes batches in its own order.
+        kernel_threads: that share the rows of a batch; 0: the thread that makes a batch makes its rows.
         processes: the worker processes, those that have ended too.
     """
 
     concurrent: ClassVar[bool]
+    lanes = 1
+    kernel_threads = 0
 
     @property
     def processes(self) -> list[Any]:
@@ -109,7 +113,11 @@ class Workers:
         """Release the memory of a result that is not wanted."""
 
     def scale(self, workers: int, ahead: int) -> None:
-        """Have at least so many workers. Each may make `ahead` batches ahead, where they are small."""
+        """Have at least so many workers, or threads of the kernel where these make the rows.
+
+        Args:
+            ahead: batches that each worker may make ahead, where they are small.
+        """
 
     def take_up(self, position: WorkerState | None) -> Any:
         """Go to a place in an iterable dataset; return the state of the dataset there.

@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]:
-    made: list[ImageFolder] = []
+def folder(photos: Path, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
+    def make(cache: Any, transform: Any = None, kind: Any = ImageFolder) -> Any:
+        crop = transform or RandomResizedCrop(32, flip=0.5)
+        return keep(kind(str(photos), transform=crop, cache=cache))
 
-    def make(cache: Any, transform: Any = None, kind: Any = ImageFolder) -> ImageFolder:
-        made.append(kind(str(photos), transform=transform or RandomResizedCrop(32, flip=0.5), cache=cache))
-        return made[-1]
-
-    yield make
-    while made:
-        made.pop().close()
+    return make
 
 
 @pytest.fixture
@@ -363,21 +359,17 @@ def test_objects_whose_bytes_are_wanted_are_kept_as_in_mode_raw(
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> Iterator[Callable[..., TFRecordDataset]]:
+def records(tmp_path: Path, keep: Callable[[Any], Any]) -> Callable[..., TFRecordDataset]:
     data, index = shard("tfrecord", range(3))
     (tmp_path / "a.tfrecord").write_bytes(data)
     (tmp_path / "a.tfrecord.idx").write_bytes(index)
-    made: list[TFRecordDataset] = []
 
-    def make(mode: Any, transform: Any = None, **options: Any) -> TFRecordDataset:
+    def make(mode: Any, transform: Any = None, **options: Any) -> Any:
         cache = Cache(tmp_path / "cache", mode)
         url = str(tmp_path / "a.tfrecord")
-        made.append(TFRecordDataset(url, FEATURES, transform=transform, cache=cache, **options))
-        return made[-1]
+        return keep(TFRecordDataset(url, FEATURES, transform=transform, cache=cache, **options))
 
-    yield make
-    while made:
-        made.pop().close()
+    return make
 
 
 @pytest.mark.parametrize("mode", ["auto", "dct"])

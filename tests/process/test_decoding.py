@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.gpu.dali import why_no_dali
 from tests.encodedimages import psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene
+from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 
@@ -46,24 +47,16 @@ def _photo(k: int) -> bytes:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    for k in range(COUNT):
-        path = tmp_path / "photos" / "abc"[k // 8] / f"{k % 8:02}.{'png' if k % 8 == 6 else 'jpg'}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_photo(k))
-    return tmp_path / "photos"
+    names = [f"{'abc'[k // 8]}/{k % 8:02}.{'png' if k % 8 == 6 else 'jpg'}" for k in range(COUNT)]
+    return Path(write(tmp_path / "photos", {name: _photo(k) for k, name in enumerate(names)}))
 
 
 @pytest.fixture
-def folder(photos: Path) -> Iterator[Callable[..., ImageFolder]]:
-    made: list[ImageFolder] = []
+def folder(photos: Path, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
+    def make(transform: Any = None, **options: Any) -> Any:
+        return keep(ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), **options))
 
-    def make(transform: Any = None, **options: Any) -> ImageFolder:
-        made.append(ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), **options))
-        return made[-1]
-
-    yield make
-    while made:
-        made.pop().close()
+    return make
 
 
 def _epoch(loader: DataLoader[Any]) -> tuple[torch.Tensor, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tree: Path, no_leaks: None) -> Iterator[Callable[..., ImageFolder]]:
-    made: list[ImageFolder] = []
-
-    def make(*arguments: Any, **options: Any) -> ImageFolder:
-        made.append(ImageFolder(str(tree), *arguments, **options))
-        return made[-1]
-
-    yield make
-    while made:
-        made.pop().close()
+def folder(tree: Path, no_leaks: None, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
+    return lambda *arguments, **options: keep(ImageFolder(str(tree), *arguments, **options))  # type: ignore[no-any-return]
 
 
 def theirs(root: Path, **arguments: Any) -> Any:

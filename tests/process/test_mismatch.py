@@ -18,6 +18,7 @@ from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError
 from tests.loaderdata import Numbers
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -25,12 +26,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six photos in two classes, no two of one size."""
-    directory = tmp_path_factory.mktemp("photos")
-    for i in range(6):
-        path = directory / f"class{i // 3}" / f"{i}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(40, 32 + i)))
-    return directory
+    files = {f"class{i // 3}/{i}.jpg": pillow_jpeg(scene(40, 32 + i)) for i in range(6)}
+    return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
 def to_tensor(image: Any) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import decode_image, decode_resized, shrink
 from tests.photos import pillow_jpeg, png, psnr, scene
+from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
@@ -41,27 +42,18 @@ FILES = {
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    for name, make in FILES.items():
-        path = tmp_path / "photos" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make())
-    return tmp_path / "photos"
+    return Path(write(tmp_path / "photos", {name: make() for name, make in FILES.items()}))
 
 
 @pytest.fixture
-def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]:
+def folder(photos: Path, tmp_path: Path, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
     """Datasets over the photos, with a cache in one directory."""
-    made: list[ImageFolder] = []
 
-    def make(mode: Any, transform: Any = None, **options: Any) -> ImageFolder:
+    def make(mode: Any, transform: Any = None, **options: Any) -> Any:
         cache = Cache(tmp_path / "cache", mode, **{"short_side": 100, **options})
-        dataset = ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), cache=cache)
-        made.append(dataset)
-        return dataset
+        return keep(ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), cache=cache))
 
-    yield make
-    while made:  # nothing of it outlives the test
-        made.pop().close()
+    return make
 
 
 def run(dataset: Any, num_workers: int = 0, **options: Any) -> tuple[torch.Tensor, dict[str, float]]:

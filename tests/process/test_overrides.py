@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,13 @@ SHARDS: dict[str, Any] = {"tar": OwnTar, "tfrecord": OwnTFRecord, "tar, lists": 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    for k in range(COUNT):
-        path = root / "abc"[k // 8] / f"{k % 8:02}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(40 + k, 36, k)))
-    return root
+    files = {f"{'abc'[k // 8]}/{k % 8:02}.jpg": pillow_jpeg(scene(40 + k, 36, k)) for k in range(COUNT)}
+    return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
 @pytest.fixture
-def opened(no_leaks: None) -> Iterator[Callable[[Any], Any]]:
-    made: list[Any] = []
-
-    def keep(dataset: Any) -> Any:
-        made.append(dataset)
-        return dataset
-
-    yield keep
-    while made:
-        made.pop().close()
+def opened(no_leaks: None, keep: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return keep
 
 
 @pytest.fixture

@@ -48,25 +48,16 @@ CROP = RandomResizedCrop(16, flip=0.5)
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    for number in range(N):
-        path = root / f"class{number % 3}" / f"{number:03}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(40 + number % 5, 30, number)))
-    return root
+    files = {f"class{n % 3}/{n:03}.jpg": pillow_jpeg(scene(40 + n % 5, 30, n)) for n in range(N)}
+    return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
 @pytest.fixture
-def folder(photos: Path) -> Iterator[Any]:
-    made: list[ImageFolder] = []
+def folder(photos: Path, keep: Any) -> Any:
+    def make(transform: Any = CROP, **options: Any) -> Any:
+        return keep(ImageFolder(str(photos), transform, **options))
 
-    def make(transform: Any = CROP, **options: Any) -> ImageFolder:
-        made.append(ImageFolder(str(photos), transform, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    return make
 
 
 def equal(one: Any, other: Any) -> bool:

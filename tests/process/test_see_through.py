@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +35,22 @@ COUNTS = {"a": 12, "b": 8}
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    for part, count in COUNTS.items():
-        for k in range(count):
-            path = root / part / f"class{k % 2}" / f"{k:02}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(pillow_jpeg(scene(40 + k, 36, 7 * k + len(part) + ord(part))))
-    return root
+    files = {
+        f"{part}/class{k % 2}/{k:02}.jpg": pillow_jpeg(scene(40 + k, 36, 7 * k + len(part) + ord(part)))
+        for part, count in COUNTS.items()
+        for k in range(count)
+    }
+    return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
 @pytest.fixture
-def opened(photos: Path, no_leaks: None) -> Iterator[Callable[..., ImageFolder]]:
-    """Opens a folder, and closes it after the test."""
-    made: list[Any] = []
+def opened(photos: Path, no_leaks: None, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
+    """Open a folder."""
 
-    def keep(part: str, transform: Any = None, **options: Any) -> ImageFolder:
-        made.append(ImageFolder(str(photos / part), transform or CenterCrop(16, resize=20), **options))
-        return made[-1]  # type: ignore[no-any-return]
+    def make(part: str, transform: Any = None, **options: Any) -> Any:
+        return keep(ImageFolder(str(photos / part), transform or CenterCrop(16, resize=20), **options))
 
-    yield keep
-    while made:
-        made.pop().close()
+    return make
 
 
 def told(batch: Any) -> Any:

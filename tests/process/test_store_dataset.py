@@ -24,11 +24,7 @@ N = 6
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    root = tmp_path / "data"
-    root.mkdir()
-    for number in range(N):
-        (root / f"{number}.bin").write_bytes(bytes([number]) * 100)
-    return root
+    return Path(write(tmp_path / "data", {f"{number}.bin": bytes([number]) * 100 for number in range(N)}))
 
 
 class KeepsItsState(ObjectDataset):

@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.loaderdata import At, Bulk, Numbers, identity
 from tests.loaderdata import Stream as Iterable
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -113,21 +114,10 @@ def photos() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def opened(photos: dict[str, bytes], tmp_path: Path) -> Iterator[Callable[[], ImageFolder]]:
-    """Opens the folder, and closes it after the test."""
-    for key, data in photos.items():
-        path = tmp_path / "photos" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    made: list[ImageFolder] = []
-
-    def keep() -> ImageFolder:
-        made.append(ImageFolder(str(tmp_path / "photos"), CenterCrop(8, resize=10)))
-        return made[-1]
-
-    yield keep
-    while made:
-        made.pop().close()
+def opened(photos: dict[str, bytes], tmp_path: Path, keep: Callable[[Any], Any]) -> Callable[[], ImageFolder]:
+    """Open the folder."""
+    url = write(tmp_path / "photos", photos)
+    return lambda: keep(ImageFolder(url, CenterCrop(8, resize=10)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

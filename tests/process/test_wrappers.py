@@ -14,6 +14,7 @@ import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, cached
 from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -100,11 +101,8 @@ def slow_store() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for i in range(IMAGES):
-        path = tmp_path / "photos" / f"class{i % 2}" / f"{i:03d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(32, 32)))
-    return tmp_path / "photos"
+    files = {f"class{i % 2}/{i:03d}.jpg": pillow_jpeg(scene(32, 32)) for i in range(IMAGES)}
+    return Path(write(tmp_path / "photos", files))
 
 
 def epoch(loader: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _state(photos: Path, path: Path) -> Path:
     loader = DataLoader(ImageFolder(str(photos), RandomResizedCrop(16)), 2)
     next(iter(loader))
     state = loader.state_dict()
-    state["made_from"]["notes"] = [EVIL]
+    state["recipe"]["notes"] = [EVIL]
     path.write_text(json.dumps(state))
     return path
 

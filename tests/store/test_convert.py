@@ -29,6 +29,7 @@ from fastload.errors import DecodeError
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter, TFRecordWriter, encode_example, parse_example
 from tests.patience import PATIENCE
+from tests.sharddata import write
 
 REPOSITORY = Path(fastload.__file__).parents[1]
 IMAGES, CLASSES = 60, 3
@@ -44,12 +45,8 @@ def image(number: int) -> bytes:
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Images that nobody decodes, in 3 classes."""
-    root = tmp_path / "photos"
-    for number in range(IMAGES):
-        path = root / f"class_{number % CLASSES}" / f"img {number:03d}.v1.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image(number))
-    return root
+    files = {f"class_{n % CLASSES}/img {n:03d}.v1.jpg": image(n) for n in range(IMAGES)}
+    return Path(write(tmp_path / "photos", files))
 
 
 # What of `photos` must arrive, by key: (image, class).

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.store.test_shapes import COUNT, copy_formats, photo, write_objects, write_parquet, write_tars
 from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
 from fastload.cli.data_source import KINDS, find_kind
-from tests.store.test_shapes import COUNT, copy_formats, photo, write_objects, write_parquet, write_tars
 
 TOKENS = ["--from", "tokens", "--dtype", "uint16", "--block", "100"]
 TABLE = ["--fields", "@image,label"]

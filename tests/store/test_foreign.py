@@ -48,7 +48,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def changed(state: dict[str, Any], **place: Any) -> dict[str, Any]:
     found = copy.deepcopy(state)
-    found["made_from"]["dataset"] |= place
+    found["recipe"]["dataset"] |= place
     return found
 
 
@@ -203,7 +203,7 @@ def test_option_of_the_user_is_not_the_states(state: dict[str, Any]) -> None:
 
 
 def test_replay_of_a_hostile_state_writes_no_file(state: dict[str, Any], tmp_path: Path) -> None:
-    root = Path(state["made_from"]["dataset"]["url"])
+    root = Path(state["recipe"]["dataset"]["url"])
     options = {"target_protocol": "file", "cache_storage": str(tmp_path / "home"), "same_names": True}
     for protocol in ("filecache", "simplecache", "blockcache"):
         hostile = changed(state, url=f"{protocol}://{root}", options=options)

@@ -193,12 +193,12 @@ def test_pages_of_every_codec_and_version_are_measured(codec: str, version: str,
 
 
 def test_zstd_sample_that_becomes_large_is_refused() -> None:
-    from fastload.shards.litdata import _inflated
+    from fastload.shards.litdata import _inflate
 
     bomb = zstd().compress(bytes(8 * MB))
-    assert len(_inflated(memoryview(bomb), 8 * MB)) == 8 * MB
+    assert len(_inflate(memoryview(bomb), 8 * MB)) == 8 * MB
     with pytest.raises(DecodeError, match="max_inflated="):
-        _inflated(memoryview(bomb), 8 * MB - 1)
+        _inflate(memoryview(bomb), 8 * MB - 1)
 
 
 def test_json_that_no_parser_takes_is_an_error_of_the_table(tmp_path: Path) -> None:

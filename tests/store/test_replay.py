@@ -21,13 +21,19 @@ from fastload import (
     CenterCrop,
     DataLoader,
     DistributedSampler,
+    File,
     ImageFolder,
     Normalize,
     ObjectDataset,
     RandomResizedCrop,
+    TableDataset,
 )
 from fastload.cli.app import app
+from fastload.errors import ArgumentError
+from fastload.trace.recipe import restore
 from tests.faultserver import FaultServer
+from tests.pins.cases import KINDS
+from tests.pins.objects import ROOT, write_objects
 
 CROP = RandomResizedCrop(16, flip=0.5)
 NORMALIZE = Normalize([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
@@ -309,9 +315,9 @@ def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path
         ),
         ("none", {"step": 3}, "has no state of a fastload.DataLoader"),
         ("class", {"a": Foreign(), "b": state}, "to read it could run code"),
-        ("part", {key: state[key] for key in state if key != "made_from"}, "the state lacks ['made_from']"),
+        ("part", {key: state[key] for key in state if key != "recipe"}, "the state lacks ['recipe']"),
         ("version", state | {"version": 3}, "the state has version 3, this fastload reads version 2"),
-        ("damaged", state | {"made_from": {"dataset": 3}}, "is damaged, or a newer fastload wrote it"),
+        ("damaged", state | {"recipe": {"dataset": 3}}, "is damaged, or a newer fastload wrote it"),
     ):
         torch.save(content, tmp_path / name)
         assert why in refusal(tmp_path / name, "--step", 0)
@@ -331,10 +337,58 @@ def test_state_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
         (tmp_path / f"n{number:08}" / "a.jpg").touch()
     listed = ImageFolder(str(tmp_path), CROP)
     state = DataLoader(ImageFolder(str(tmp_path), CROP, classes=listed.classes), BATCH).state_dict()
-    assert state["made_from"]["dataset"]["classes"] is None
+    assert "classes" not in state["recipe"]["dataset"]["arguments"]
     assert len(json.dumps(state)) < 3000
     turned = ImageFolder(str(tmp_path), CROP, classes=listed.classes[::-1])
-    assert "1000 names as classes=" in DataLoader(turned, BATCH).state_dict()["made_from"]["dataset"]["why"]
+    assert "1000 names as classes=" in DataLoader(turned, BATCH).state_dict()["recipe"]["dataset"]["why"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("ImageFolder", "ObjectDataset", "ParquetDataset", "MDSDataset", "LitDataset", "BetonDataset"),
+        "TokenDataset",
+    ],
+)
+def test_state_makes_the_batches_of_any_kind_of_dataset_again(kind: str) -> None:
+    write_objects()
+    assert_made_again(KINDS[kind][0](None))
+
+
+def test_state_makes_the_batches_of_a_table_again(tmp_path: Path) -> None:
+    write_objects()
+    rows = "\n".join(f"{n % 4}.jpg,{n}" for n in range(12))
+    (tmp_path / "table.csv").write_text(f"photo,number\n{rows}\n")
+    table, fields = str(tmp_path / "table.csv"), {"image": File("photo"), "label": "number"}
+    assert_made_again(TableDataset(table, fields, url=f"{ROOT}/photos", transform={"image": CROP}))
+
+
+def assert_made_again(dataset: Any) -> None:
+    loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, 1, 0), seed=3)
+    list(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    made = restore(state)
+    assert made[1:] == (None, None, None, [])
+    again: Any = DataLoader(**made.arguments)
+    again.load_state_dict(state)
+    for step in (0, 1):
+        torch.testing.assert_close(again.batch_at(step, 0), loader.batch_at(step, 0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"unsafe": True}, {"cache": "/tmp/x"}, {"decode": "x"}, {"keys": ["a"]}, {"xyz": 1}),
+        *({"storage_options": {"dict": {}}}, {"fields": {"File": 3}}, {"fields": {"type": "object"}}),
+        *({"fields": {"pickle": "x"}}, {"fields": {"dtype": "O"}}, {"fields": {}}),
+    ],
+)
+def test_state_sets_no_argument_that_only_the_user_may_set(arguments: dict[str, Any]) -> None:
+    write_objects()
+    state = DataLoader(KINDS["MDSDataset"][0](None), BATCH).state_dict()
+    state["recipe"]["dataset"]["arguments"] |= arguments
+    with pytest.raises(ArgumentError, match="is damaged, or a newer fastload wrote it"):
+        restore(state)
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -400,7 +454,7 @@ def test_false_numbers_of_a_state_take_no_memory(
     state = torch.load(saved, weights_only=True)["loops"][0]["train"]
     arguments: list[Any] = ["--step", 0]
     if "length" in entries:
-        state["length"] = state["made_from"]["sampler"]["num_samples"] = entries["length"]
+        state["length"] = state["recipe"]["sampler"]["num_samples"] = entries["length"]
         arguments += ["--data", tmp_path / "absent"]
     if "excluded" in entries:
         samples = {"": entries["excluded"]}

@@ -23,7 +23,6 @@ from tests.patience import PATIENCE
 from tests.sharddata import (
     COUNTS,
     CROP,
-    FEATURES,
     KINDS,
     LABEL,
     TOTAL,
@@ -191,22 +190,3 @@ def test_repr_names_the_shards_and_what_is_known_of_them(kind: str, tmp_path: Pa
     assert repr(closing(dataset(kind, f"{url}/part-00[1-3]*"))) == f"{name}({url!r}, 3 shards, 88 samples)"
     cached = closing(dataset(kind, url, cache=str(tmp_path / "cache")))
     assert repr(cached) == f"{name}({url!r}, 6 shards, 173 samples, cache={cached.cache!r})"
-
-
-def test_arguments_are_checked(tmp_path: Path) -> None:
-    url = write(tmp_path, shards("tar"))
-    for wrong in (
-        {"cycle_length": 0},
-        {"block_length": "1"},
-        {"shuffle_buffer": 0},
-        {"shuffle_buffer": "many"},
-        {"decode": 3},
-        {"transform": 3},
-        {"transform": {"jpg": 3}},
-        {"compression": "bz2"},
-    ):
-        with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            fastload.TarDataset(url, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="features"):
-        fastload.TFRecordDataset(url, {"a": dict})
-    assert FEATURES

@@ -330,7 +330,7 @@ def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_
 
 def test_warm_counts_objects_that_are_too_large(folder: Path, tmp_path: Path) -> None:
     (folder / "05").write_bytes(b"x" * 5_000_000)
-    arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--objects", "--num-workers", "0"]
+    arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--from", "objects", "--num-workers", "0"]
     done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
     assert done.exit_code == 0, done.output
     assert "too large for the cache: 1 objects" in done.output and "is full" not in done.output

@@ -23,7 +23,6 @@ from fastload.errors import DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, heif
 from fastload.images.decode import find_format, is_image
-from fastload.images.torchcodec import why_no_torchcodec
 from tests.photos import oriented, psnr, scene
 
 FOLDER = Path(__file__).parent.parent / "data" / "boxed"
@@ -32,7 +31,9 @@ FIRST, SECOND = scene(*SIZE), scene(*SIZE, 1)
 AVIF = {k: (FOLDER / f"turned-{k}.avif").read_bytes() for k in range(1, 9)}
 
 pillow_avif = pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF")
-real_torchcodec = pytest.mark.skipif(why_no_torchcodec() is not None, reason=str(why_no_torchcodec()))
+real_torchcodec = pytest.mark.skipif(
+    heif.why_no_torchcodec() is not None, reason=str(heif.why_no_torchcodec())
+)
 needs_heic = pytest.mark.skipif(heif.why_no_heic() is not None, reason=str(heif.why_no_heic()))
 
 
@@ -53,7 +54,7 @@ def _put_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     vars(sys.modules["torchcodec.decoders"]).update(decode_avif=_decode_avif, decode_jpeg=None)
     vars(sys.modules["torchcodec"]).update(decoders=sys.modules["torchcodec.decoders"])
-    why_no_torchcodec.cache_clear()
+    heif.why_no_torchcodec.cache_clear()
 
 
 @pytest.fixture(
@@ -71,7 +72,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         _put_torchcodec(monkeypatch)
     yield request.param
     monkeypatch.undo()
-    why_no_torchcodec.cache_clear()
+    heif.why_no_torchcodec.cache_clear()
 
 
 @pytest.fixture
@@ -80,10 +81,10 @@ def nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(heif, "_pillow_has_avif", lambda: False)
     for name in ("torchcodec", "pillow_heif"):
         monkeypatch.setitem(sys.modules, name, None)
-    why_no_torchcodec.cache_clear()
+    heif.why_no_torchcodec.cache_clear()
     yield
     monkeypatch.undo()
-    why_no_torchcodec.cache_clear()
+    heif.why_no_torchcodec.cache_clear()
 
 
 def read(name: str) -> bytes:
@@ -131,7 +132,7 @@ def test_animated_avif_is_its_first_picture_or_an_error_of_torchcodec(library: s
 @pytest.mark.parametrize("number", AVIF)
 def test_torchcodecs_pixels_equal_pillows(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Where both are installed: nothing tells who decoded, but a rounding of the last bits."""
-    if why_no_torchcodec() is not None or not features.check("avif"):
+    if heif.why_no_torchcodec() is not None or not features.check("avif"):
         pytest.skip("needs both")
     expected = decode_image(AVIF[number])
     monkeypatch.setattr(heif, "_pillow_has_avif", lambda: False)
@@ -417,4 +418,4 @@ def test_boxes_without_end_cost_no_time(monkeypatch: pytest.MonkeyPatch) -> None
             DecodeError, match=r"no size in its header|more than 10000 boxes|avifDecoderParse"
         ):
             decode_image(data)
-    why_no_torchcodec.cache_clear()
+    heif.why_no_torchcodec.cache_clear()

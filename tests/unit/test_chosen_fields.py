@@ -19,7 +19,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards.fields import Leaf
+from fastload.shards.record_fields import Leaf
 from tests.sharddata import CROP, closing, jpeg, ordinary, write
 from tests.sharddata import close_all as close_all
 
@@ -234,46 +234,9 @@ def test_leaf_that_is_no_leaf_is_refused(text: str, tmp_path: Path) -> None:
         Leaf.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"fields": ()}, "fields must be a str"),
-        ({"fields": (1,)}, "must be a str"),
-        ({"fields": ("jpg;cls",)}, "some are images"),
-        ({"fields": ("cls",), "transform": CROP}, "none of cls may be one"),
-        ({"fields": ("jpg", "png"), "transform": CROP}, "jpg and png may be one: name it"),
-        ({"fields": ("jpg?",), "transform": CROP}, "'jpg' as optional"),
-        ({"fields": ("jpg", "png?"), "transform": {"jpg": CROP, "png": CROP}}, "'png' as optional"),
-        ({"fields": ("png;jpg",), "transform": {"jpg": CROP}}, "transform names 'jpg', and a sample has png"),
-        ({"fields": {"x": "jpg"}, "transform": {"jpg": CROP}}, "transform names 'jpg', and a sample has x"),
-        ({"fields": ("jpg",), "decode": lambda members: 1}, "a function as decode="),
-    ],
-)
-def test_fields_that_do_not_go_with_the_rest_are_refused_at_once(
-    arguments: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        opened(tmp_path, tar(mixed, 1), **arguments)
-
-
 def test_transform_that_is_set_later_is_checked_too(tmp_path: Path) -> None:
     data = opened(tmp_path, tar(mixed), fields=(IMAGES, "cls"))
     with pytest.raises(ArgumentError, match="transform names 'png'"):
         data.transform = {"png": CROP}
     data.transform = lambda sample: sample[1] + 100
     assert data[5] == 105
-
-
-@pytest.mark.parametrize(
-    ("features", "arguments", "says"),
-    [
-        (None, {"fields": ("image",)}, "pass features="),
-        ({"image": bytes}, {"fields": ("label",)}, "fields= names 'label', and features= has image"),
-        ({"image": bytes}, {"fields": ("image",), "decode": len}, "leave one out"),
-    ],
-)
-def test_features_and_fields_have_to_agree(
-    features: Any, arguments: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        fastload.TFRecordDataset(write(tmp_path, examples(1)), features, **arguments)

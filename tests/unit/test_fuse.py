@@ -36,6 +36,7 @@ from fastload.images import decode_image, sample_seed
 from fastload.images.rng import SampleRng
 from tests.laws import far, kolmogorov
 from tests.photos import pillow_jpeg, png, psnr, scene
+from tests.sharddata import write
 
 v1: Any = torchvision.transforms
 v2: Any = importlib.import_module("torchvision.transforms.v2")
@@ -318,12 +319,8 @@ def test_copies_pickles_and_fingerprints_are_equal() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    for number in range(24):
-        path = root / f"c{number % 3}" / f"{number:02d}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(160, 120, number), quality=97))
-    return root
+    files = {f"c{n % 3}/{n:02d}.jpg": pillow_jpeg(scene(160, 120, n), quality=97) for n in range(24)}
+    return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])

@@ -14,6 +14,7 @@ from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize
 from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import write
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES = torch.randint(0, 256, (5, 3, 7, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -185,11 +186,9 @@ def test_as_transform_of_a_sample_it_names_its_right_place(sample: Any) -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> str:
-    for k in range(6):
-        path = tmp_path / "photos" / "ab"[k % 2] / f"{k}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pillow_jpeg(scene(60, 50, k)))
-    return str(tmp_path / "photos")
+    return write(
+        tmp_path / "photos", {f"{'ab'[k % 2]}/{k}.jpg": pillow_jpeg(scene(60, 50, k)) for k in range(6)}
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

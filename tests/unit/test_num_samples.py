@@ -90,9 +90,3 @@ def test_hint_is_no_part_of_what_a_dataset_is(tmp_path: Path) -> None:
     from fastload.datasets.fingerprint import describe
 
     assert describe(hinted(tmp_path, 5), "dataset") == describe(hinted(tmp_path, None), "dataset")
-
-
-@pytest.mark.parametrize("hint", [0, -1, True, 1.0, "100"])
-def test_hint_that_is_no_number_of_samples_is_refused(hint: Any, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="num_samples must be a whole number >= 1"):
-        hinted(tmp_path, hint)

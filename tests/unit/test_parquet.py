@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import fastload
 from fastload import Cache, ParquetDataset
-from fastload.errors import ArgumentError, DecodeError, NotFoundError
+from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump_row, load_row
 from tests.faultserver import FaultServer
 from tests.parquetdata import TOTAL, files, parquet, table
@@ -332,25 +332,6 @@ def test_filter_finds_nan_whatever_the_statistics_of_its_row_group(tmp_path: Pat
     assert len(one(tmp_path, body, filters=[("x", "in", [math.nan, 5.0])])) == 1
 
 
-@pytest.mark.parametrize(
-    ("filters", "error"),
-    [
-        ("label > 3", "filters must be a list of tuples"),
-        ([], "filters must be a list of tuples"),
-        ([("label", "~", 3)], "operator '~' for column 'label'.*use one of ="),
-        ([("label", "in", 3)], "give a list, tuple or set"),
-        ([("colour", "=", 3)], "filters names 'colour'.*it has image, label"),
-        ([("label", "=", "three")], "compares column 'label', which is int64, with 'three'"),
-        ([("label", "<", 2**70)], "compares column 'label', which is int64, with 1180591620717411303424"),
-        ([("label", "<", np.arange(2))], "compares column 'label', which is int64, with array"),
-    ],
-    ids=str,
-)
-def test_wrong_filters_are_named(url: str, filters: Any, error: str) -> None:
-    with pytest.raises(ArgumentError, match=error):
-        ParquetDataset(url, "label", filters=filters)
-
-
 # --- Files that cannot be read -----------------------------------------------------------------------------
 
 
@@ -427,17 +408,6 @@ def test_impossible_number_of_rows_is_refused_before_memory_is_taken(tmp_path: P
         one(tmp_path, data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
 
 
-def test_missing_column_is_named(url: str) -> None:
-    with pytest.raises(ArgumentError, match=r"fields names 'target'.*no column.*image, label, name"):
-        ParquetDataset(url, ("image", "target"))
-    with pytest.raises(ArgumentError, match=r"decode names 'name'.*read are image, label"):
-        ParquetDataset(url, ("image", "label"), decode={"name": len})
-    with pytest.raises(ArgumentError, match=r"transform names 'x'.*sample has image"):
-        ParquetDataset(url, "image", transform={"x": CROP})
-    with pytest.raises(ArgumentError, match=r"none of label, name may be one"):
-        ParquetDataset(url, ("label", "name"), transform=CROP)
-
-
 def test_files_that_differ_are_named(tmp_path: Path) -> None:
     both = {"a.parquet": parquet({"n": [1], "t": ["x"]}), "b.parquet": parquet({"n": [1.5], "u": ["x"]})}
     url = write(tmp_path, both)
@@ -488,17 +458,6 @@ def test_huge_row_group_brings_a_warning(
     with caplog.at_level(logging.WARNING, "fastload"):
         one(tmp_path, parquet({"n": list(range(5000))}, 4000))
     assert "row_group_size=1000" in caplog.text and "4,000 rows" in caplog.text
-
-
-def test_names_of_other_kinds_point_to_their_dataset(url: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"fastload\.ParquetDataset"):
-        fastload.TarDataset(f"{url}/part-000.parquet")
-    with pytest.raises(NotFoundError, match=r"fastload\.ParquetDataset reads them"):
-        fastload.ImageFolder(url)
-    with pytest.raises(ArgumentError, match=r"fastload\.TarDataset"):
-        ParquetDataset("data/train.tar")
-    with pytest.raises(NotFoundError):
-        ParquetDataset(write(tmp_path / "others", {"notes.txt": b""}))
 
 
 # --- hf:// -------------------------------------------------------------------------------------------------

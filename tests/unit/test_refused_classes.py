@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 import fastload
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, DataLoader, ImageFolder, ObjectDataset, TarDataset, TFRecordDataset
-from fastload.errors import ArgumentError, refuse_class
+from fastload.checks import refuse_class
+from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
 
 transforms: Any = torchvision.transforms

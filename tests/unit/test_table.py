@@ -9,7 +9,7 @@ import json
 import multiprocessing.context
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -61,19 +61,15 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def table(objects: Path, no_leaks: None) -> Iterator[Callable[..., TableDataset]]:
-    """Makes datasets of `ROWS` or another table over `objects`, and closes them."""
-    made: list[TableDataset] = []
+def table(objects: Path, no_leaks: None, keep: Callable[[Any], Any]) -> Callable[..., TableDataset]:
+    """Make a dataset of `ROWS` or another table over `objects`."""
 
-    def make(fields: Any, rows: Any = ROWS, **options: Any) -> TableDataset:
+    def make(fields: Any, rows: Any = ROWS, **options: Any) -> Any:
         if "url" not in options and "File" in repr(fields):
             options["url"] = objects
-        made.append(TableDataset(rows, fields, **options))
-        return made[-1]
+        return keep(TableDataset(rows, fields, **options))
 
-    yield make
-    while made:
-        made.pop().close()
+    return make
 
 
 IMAGE = File("images/{id}.jpg")
@@ -288,7 +284,7 @@ def test_index_outside_of_the_table_is_an_error(table: Any) -> None:
     found = table("label")
     assert found[-1] == found[N - 1] == ROWS[-1]["label"]
     for read in (lambda: found[N], lambda: list(DataLoader(found, batch_sampler=[[0, N]]))):
-        with pytest.raises(IndexError, match="index 12 is out of range for the 12 rows of the table"):
+        with pytest.raises(IndexError, match="index 12 is out of range for 12 rows of the table"):
             read()
 
 

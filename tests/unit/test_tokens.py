@@ -188,6 +188,17 @@ def test_cache_serves_samples_without_the_objects(tmp_path: Path) -> None:
     dataset.close()
 
 
+def test_warm_fills_the_cache_before_an_epoch(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.bin").write_bytes(np.arange(100, dtype="<u2").tobytes())
+    dataset = TokenDataset(str(tmp_path / "corpus"), "uint16", 8, overlap=1, cache=tmp_path / "cache")
+    every = range(len(dataset))
+    assert dataset.left_to_warm(every).requests == len(every)
+    assert {warmed.outcome for warmed in dataset.warm(every)} == {"stored"}
+    assert dataset.left_to_warm(every) == (0, 0, 0) and dataset.contains(3)
+    dataset.close()
+
+
 def test_another_block_or_version_has_other_cache_keys(tmp_path: Path) -> None:
     folder = write(tmp_path / "c")
 

@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fastload.checks import refuse_class
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.sample_fields import FieldTransforms, Shape
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import is_fused
 from fastload.images.decode import decode_pil
 
@@ -82,7 +83,7 @@ class Leaf(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Leaf:
-        """The leaf that is written as "jpg;jpeg;png" or "json?".
+        """Return the leaf that is written as "jpg;jpeg;png" or "json?".
 
         Raises:
             ArgumentError: a name is empty or occurs twice, or "?" is not at the end.
@@ -97,7 +98,7 @@ class Leaf(NamedTuple):
 
 
 def shape_of(chosen: Any) -> Shape:
-    """The structure that `fields=` gives a sample. A leaf in a tuple is named by its first alternative.
+    """Return the structure that `fields=` gives a sample; a leaf in a tuple has its first alternative's name.
 
     Raises:
         ArgumentError: it is no structure of texts, or one of these is not for `Leaf.parse`.
@@ -327,7 +328,7 @@ class ColumnFields(RecordFields):
     def _find_images(
         self, columns: Mapping[str, Column], decoders: Mapping[str, Any], transform: Any
     ) -> list[str]:
-        """Names of encoded images: by their kind, or because a fused transform takes them."""
+        """Return names of encoded images: by their kind, or because a fused transform takes them."""
         plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
         self._possible = images or [name for name, column in plain.items() if column.may_be_image]

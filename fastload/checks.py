@@ -1,0 +1,81 @@
+"""Checks of arguments that several rooms have, so that the same mistake has the same words everywhere."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Collection
+from typing import Any
+
+from fastload.errors import ArgumentError
+
+
+def whole_number(argument: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Return the value as an int, numpy's whole numbers too.
+
+    Raises:
+        ArgumentError: it is no whole number in this range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        wanted = f">= {least}" if most is None else f"from {least} to {most:,}"
+        raise ArgumentError(f"{argument} must be a whole number {wanted}, found {value!r}")
+    return number
+
+
+def check_one_of(argument: str, value: Any, choices: Collection[str]) -> None:
+    """Raise `ArgumentError` unless the value is one of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{argument} must be one of {tuple(choices)}, found {value!r}")
+
+
+def check_function(argument: str, value: Any) -> None:
+    """Raise `ArgumentError` unless the value is a function or None, and no class of such functions."""
+    refuse_class(argument, value)
+    if value is not None and not callable(value):
+        raise ArgumentError(f"{argument} must be callable or None, found {value!r}")
+
+
+def check_index(index: Any, count: int, of: str) -> int:
+    """Return the position, from 0 on, that an index of a sequence of `count` elements means.
+
+    Args:
+        of: the elements, in words.
+
+    Raises:
+        IndexError: there is no such element.
+        TypeError: it is no whole number.
+    """
+    index = operator.index(index)  # two tensors of one number are not one key
+    if not -count <= index < count:
+        raise IndexError(f"index {index} is out of range for {count:,} {of}")
+    return int(index % count)
+
+
+def refuse_class(argument: str, value: Any) -> None:
+    """Refuse a class where an instance is meant: a class with callable instances, or one of fastload's.
+
+    Other classes, such as `float`, pass: their constructor is a function like any other.
+
+    Raises:
+        ArgumentError: it is such a class; the message names the call to write.
+    """
+    if not isinstance(value, type):
+        return
+    if any("__call__" in vars(base) or base.__module__.startswith("fastload.") for base in value.__mro__):
+        raise ArgumentError(f"{argument} is a class: write {_call_of(value)}")
+
+
+def _call_of(kind: type) -> str:
+    """The call that makes an instance, as far as the signature tells."""
+    empty = inspect.Parameter.empty
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    needed = [one.name for one in parameters if one.default is empty and one.kind in kinds]
+    return f"{kind.__name__}({', '.join('224' if name == 'size' else name for name in needed)})"
