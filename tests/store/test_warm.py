@@ -242,7 +242,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_warm_sees_what_has_changed_unless_told_of_an_age(folder: Path, tmp_path: Path) -> None:
     def warm(*more: str) -> list[int]:
-        arguments = ["warm", str(folder), "--cache", str(tmp_path / "c"), "--objects", "--json", *more]
+        arguments = [
+            "warm",
+            str(folder),
+            "--cache",
+            str(tmp_path / "c"),
+            "--from",
+            "objects",
+            "--json",
+            *more,
+        ]
         done = CliRunner().invoke(app, [*arguments, "--num-workers", "0"])
         assert done.exit_code == 0, done.output
         document = json.loads(done.stdout.splitlines()[-1])
@@ -330,7 +339,16 @@ def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_
 
 def test_warm_counts_objects_that_are_too_large(folder: Path, tmp_path: Path) -> None:
     (folder / "05").write_bytes(b"x" * 5_000_000)
-    arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--from", "objects", "--num-workers", "0"]
+    arguments = [
+        "warm",
+        str(folder),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--from",
+        "objects",
+        "--num-workers",
+        "0",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
     assert done.exit_code == 0, done.output
     assert "too large for the cache: 1 objects" in done.output and "is full" not in done.output
