@@ -92,7 +92,7 @@ def make_shards(photos: Path, count: int, form: str) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     total = sum(path.stat().st_size + 2048 for path in photos.glob("*/*.jpg"))
-    command = [sys.executable, "-m", "fastload.cli", "convert", str(photos), str(folder), "--to", form]
+    command = [sys.executable, "-m", "fastload", "convert", str(photos), str(folder), "--to", form]
     options = ["--shard-size", str(total * PHOTOS_A_SHARD // count + 1), "--shuffle", "1", "--name", "photos"]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     return folder

@@ -36,7 +36,7 @@ import psutil
 import xxhash
 
 from bench.data import RESULTS, ROOT, ROUND_TRIP, WORKERS, WORKPLACE, write_result
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 QUALITY, WIDTH, HEIGHT = 92, 1056, 784  # of the photos: 323 KB each, as those of RetinaNet
 FOLDER = "retinanet"

@@ -46,7 +46,7 @@ from bench.peers.environment import Unavailable, build_pillow, is_installed, pyt
 from bench.peers.peer import make_own_files
 from bench.show import node, report, report_page
 from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 SAY_EVERY = 60.0  # seconds
 ALL = [

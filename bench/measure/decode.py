@@ -33,7 +33,7 @@ from bench.data import (
 )
 from bench.measure.kernels import Contender, Fill, Making, RoiDecode, installed_peers, kernel_quality
 from fastload import RandomResizedCrop
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.dct import to_dct, with_rows

@@ -33,7 +33,7 @@ from bench.data import RESULTS, write_result
 from bench.measure.link import ADDRESSES, DEVICE, Link, missing
 from bench.measure.trainer import TRAIN, epochs_of
 from bench.show.figures import number, table
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 EXCHANGES = {"dense": "fp32", "DGC": "dgc"}
 SPARSITY = (0.75, 0.9375, 0.984375, 0.996, 0.999)  # of the epochs; the last holds from then on

@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 
 import fastload
 from bench.data import RESULTS, ROOT, WORKPLACE, photo_folder
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 NO_GPU = 3
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

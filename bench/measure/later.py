@@ -38,7 +38,7 @@ from bench.data import (
 )
 from bench.measure.kernels import Fill
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 from fastload.images import kernel as native
 
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]

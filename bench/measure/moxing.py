@@ -39,7 +39,7 @@ from bench.peers.peer import Run
 from bench.show import moxing_table
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop, TFRecordDataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 IMAGES, QUICK_IMAGES, QUALITY = 3671, 256, 86  # 60.5 KB each
 WIDTH, HEIGHT = 500, 375  # of all photos; a decoded cache with this short side keeps them whole

@@ -48,7 +48,7 @@ def _words(options: dict[str, str]) -> list[str]:
 
 def _pair(words: list[str]) -> dict[str, Any]:
     """{epoch: (predicted, measured)}, images/s in cache mode "raw"."""
-    demand = ["--cache-size", "1TB", "--gpus", "1", "--gpu-rate", "1000000"]
+    demand = ["--size-limit", "1TB", "--gpus", "1", "--gpu-rate", "1000000"]
     predicted = _fastload("plan", *words, *demand)["modes"]["raw"]
     cache = tempfile.mkdtemp(prefix="fastload-bench-plan-")
     try:
@@ -74,7 +74,7 @@ def _rate(epoch: dict[str, Any]) -> float:
 
 
 def _fastload(*arguments: str) -> Any:
-    command = [sys.executable, "-m", "fastload.cli", *arguments]
+    command = [sys.executable, "-m", "fastload", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300)
     return json.loads(done.stdout.splitlines()[-1])
 

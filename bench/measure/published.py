@@ -41,7 +41,7 @@ from bench.peers.peer import Run, make_own_files
 from fastload.cache.remote import close_all
 from fastload.cli.demo.delay_proxy import Counts
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 CONTENDERS = ("alone", "remote", "warm")
 PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")

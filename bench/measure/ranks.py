@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 
 import fastload
 from bench.data import ROOT
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 from fastload.workers.autoscale import Autoscaler
 
 FAST = 0.001  # seconds

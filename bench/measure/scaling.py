@@ -29,7 +29,7 @@ from typing import Any
 from bench.data import RESULTS, WORKPLACE, write_result
 from bench.measure.trainer import TRAIN, epochs_of, photo_tree
 from bench.show import scaling_table
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 
 def counts(ranks: list[int], node: int | None) -> tuple[list[int], int]:

@@ -33,7 +33,7 @@ from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_fold
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 ROWS_A_GROUP = 100  # of the Parquet file, as Hugging Face writes images
 BETON = "jpg 97 9999"  # the mode of FFCV's script, which is part of the name of its file

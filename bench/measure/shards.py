@@ -41,7 +41,7 @@ from bench.peers.peer import Peer, Run
 from fastload import Cache, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 from fastload.cache.codecs import MODES
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 FEATURES = {"image": bytes, "label": int}
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.data import ROOT, photo_folder
 from fastload.cache.codecs import MODES
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)

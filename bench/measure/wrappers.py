@@ -27,7 +27,7 @@ from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.measurement import describe_machine
+from fastload.cli.report import describe_machine
 
 BARE, ALONE = "ImageFolder", "wrapper"
 

@@ -1,18 +1,24 @@
-"""The options of commands, as Markdown tables in place of `<!-- options of fastload ... -->`."""
+"""The options and JSON keys of commands, as Markdown tables in place of comments.
+
+`<!-- options of fastload ... -->`, `<!-- keys of fastload ... -->`
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from fastload.cli.app import app
+from fastload.cli.app import REPORTS, app
+from fastload.cli.report import MeasuredReport
 
-__all__ = ["command", "filled", "setup"]
+__all__ = ["command", "filled", "keys", "setup"]
 
-PLACE = re.compile(r"^<!-- options of fastload ([\w ]+) -->$", re.MULTILINE)
+PLACE = re.compile(r"^<!-- (options|keys) of fastload ([\w ]+) -->$", re.MULTILINE)
 
 
 def command(path: str) -> Any:
@@ -25,7 +31,45 @@ def command(path: str) -> Any:
 
 def filled(text: str) -> str:
     """A page with its tables."""
-    return PLACE.sub(lambda match: _described(match[1]), text)
+    return PLACE.sub(lambda match: (_described if match[1] == "options" else _keys)(match[2]), text)
+
+
+def keys(report: type) -> Iterator[tuple[str, str]]:
+    """(key, its text) of each key of a report's document. `a[].b`: of the elements of a list; `a.*.b`: of the
+    values of an object.
+    """
+    for name, hint in get_type_hints(report, include_extras=True).items():
+        if name == "command":
+            continue
+        hint, text = get_args(hint) if get_origin(hint) is Annotated else (hint, "")
+        inner = next((one for one in _inside(hint) if is_dataclass(one)), None)
+        key = name.removesuffix("_")
+        if text or inner is None:
+            yield key, text or ("as given, or null" if type(None) in get_args(hint) else "as given")
+        if inner is not None:
+            mark = {list: "[]", dict: ".*"}.get(_container(hint), "")
+            yield from ((f"{key}{mark}.{below}", words) for below, words in keys(inner))
+
+
+def _inside(hint: Any) -> Iterator[Any]:
+    yield hint
+    for argument in get_args(hint):
+        yield from _inside(argument)
+
+
+def _container(hint: Any) -> Any:
+    return next((get_origin(one) for one in _inside(hint) if get_origin(one) in (list, dict)), None)
+
+
+def _keys(path: str) -> str:
+    if path == "measurements":
+        rows = list(keys(MeasuredReport))
+    else:
+        common = dict(keys(MeasuredReport)) if issubclass(REPORTS[path], MeasuredReport) else {}
+        rows = [row for row in keys(REPORTS[path]) if row[0] not in common]
+    return "\n".join(
+        ["| key | contents |", "|---|---|", *(f"| `{key}` | {_cell(text)} |" for key, text in rows)]
+    )
 
 
 def _described(path: str) -> str:

@@ -11,13 +11,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, doctor, index, prove, warm
+from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm, warm_report
 from fastload.cli.cluster import RAY_FLAG
-from fastload.cli.convert import command as convert
-from fastload.cli.demo import command as demo
+from fastload.cli.command_options import flatten_options
 from fastload.cli.output import JSON_FLAG, error_document, write_document
-from fastload.cli.plan import command as plan
-from fastload.cli.replay import command as replay
+from fastload.cli.report import Report
 from fastload.errors import address
 from fastload.printable import printable
 
@@ -87,27 +85,35 @@ app = typer.Typer(
     # A traceback with local variables would print credentials.
     pretty_exceptions_enable=False,
 )
-_COMMANDS: list[tuple[Callable[..., None], str]] = [
-    (demo.demo, "fastload demo --images 500 --latency-ms 50"),
-    (bench.bench, "fastload bench s3://bucket/train --cache /ssd/cache"),
-    (warm.warm, "fastload warm s3://bucket/train --cache /ssd/cache"),
-    (plan.plan, "fastload plan s3://bucket/train --cache-size 500GB --gpus 8 --gpu-rate 2500"),
-    (convert.convert, "fastload convert s3://bucket/train s3://bucket/shards --to tar"),
-    (index.index, "fastload index s3://bucket/shards"),
-    (replay.replay, "fastload replay checkpoint.pt --step 1240 --html step.html"),
-    (prove.prove, "fastload prove /logs/run-1 /logs/run-2"),
-    (doctor.doctor, "fastload doctor"),
+_COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
+    (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
+    (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
+    (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
+    (
+        plan.plan,
+        plan.PlanReport,
+        "fastload plan s3://bucket/train --size-limit 500GB --gpus 8 --gpu-rate 2500",
+    ),
+    (
+        convert.convert,
+        convert.ConvertReport,
+        "fastload convert s3://bucket/train s3://bucket/shards --to tar",
+    ),
+    (index.index, index.IndexReport, "fastload index s3://bucket/shards"),
+    (replay.replay, replay.ReplayReport, "fastload replay checkpoint.pt --step 1240 --html step.html"),
+    (prove.prove, prove.ProveReport, "fastload prove /logs/run-1 /logs/run-2"),
+    (doctor.doctor, doctor.DoctorReport, "fastload doctor"),
+    (cache.info, cache.InfoReport, "fastload cache info /ssd/cache"),
+    (cache.check, cache.CheckReport, "fastload cache check /ssd/cache --fix"),
+    (cache.clear, cache.ClearReport, "fastload cache clear /ssd/cache --yes"),
+    (cache.push, cache.PushReport, "fastload cache push /ssd/cache s3://bucket/cache"),
+    (cache.pull, cache.PullReport, "fastload cache pull s3://bucket/cache /ssd/cache"),
 ]
-_CACHE_COMMANDS: list[tuple[Callable[..., None], str]] = [
-    (cache.info, "fastload cache info /ssd/cache"),
-    (cache.check, "fastload cache check /ssd/cache --fix"),
-    (cache.clear, "fastload cache clear /ssd/cache --yes"),
-    (cache.push, "fastload cache push /ssd/cache s3://bucket/cache"),
-    (cache.pull, "fastload cache pull s3://bucket/cache /ssd/cache"),
-]
-for _group, _commands in ((app, _COMMANDS), (cache.app, _CACHE_COMMANDS)):
-    for _function, _line in _commands:
-        _group.command(_function.__name__, cls=_Command, epilog=_example(_line))(_function)
+REPORTS = {report.command: report for _, report, _ in _COMMANDS}
+for _function, _report, _line in _COMMANDS:
+    _parent, _, _name = _report.command.rpartition(" ")
+    _group = cache.app if _parent else app
+    _group.command(_name, cls=_Command, epilog=_example(_line))(flatten_options(_function))
 app.add_typer(cache.app, name="cache")
 
 

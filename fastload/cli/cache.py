@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
-from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.cli.output import JsonOption, answering
+from fastload.cli.command_options import SizeLimit, StoreOptions
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.report import Lines, Report, styled
 from fastload.errors import NotFoundError
 from fastload.metrics.units import format_size
 from fastload.printable import printable
@@ -25,57 +28,115 @@ PacksUrl = Annotated[
 ]
 
 
+@contextmanager
+def _progress(output: Output, name: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (done, total) that moves a progress bar, which goes at the end of the block."""
+    with Progress(console=output.console, transient=True) as progress:
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _existing(directory: Path) -> Any:
+    """Return the cache in a directory. Raises `NotFoundError` where there is none."""
+    import fastload
+
+    cache = fastload.Cache(directory)
+    if not cache.exists():
+        raise NotFoundError(f"{directory}: {_NO_CACHE}", stage="cache")
+    return cache
+
+
+# --- info
+
+
+@dataclass(kw_only=True)
+class ListedSource:
+    """A listing that a dataset keeps in the cache, which may have all, some or none of its objects."""
+
+    url: Annotated[str, "of the listing; behind it the endpoint, if it has one"]
+    objects: Annotated[int, "objects of the listing"]
+    bytes: Annotated[int, "their size"]
+    listed_at: Annotated[str, "when"]
+
+    def __str__(self) -> str:
+        return (
+            f"  of {self.url}: {self.objects:,} objects, {format_size(self.bytes)}, listed {self.listed_at}"
+        )
+
+
+@dataclass(kw_only=True)
+class InfoReport(Report):
+    """What a cache directory holds."""
+
+    command = "cache info"
+    path: Annotated[str, "the directory"]
+    format: Annotated[int, "the version of its format"]
+    exists: Annotated[bool, "whether it is a cache"]
+    entries: Annotated[int, "records"]
+    bytes: Annotated[int, "bytes on disk, with headers"]
+    segments: Annotated[int, "files of payloads"]
+    index_bytes: Annotated[int, "size of its index"]
+    disk_free: Annotated[int, "free bytes of its disk"]
+    dct_share: Annotated[
+        float | None,
+        "share of the records that hold images as mode `dct` keeps them, estimated from 64 of them; null: "
+        "there are none",
+    ]
+    sources: list[ListedSource]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.exists else 1
+
+    def text(self) -> Lines:
+        if not self.exists:
+            yield f"{self.path}: {_NO_CACHE}"
+        else:
+            yield (
+                f"{self.path}: {self.entries:,} entries, {format_size(self.bytes)} in {self.segments:,} "
+                f"segments, index {format_size(self.index_bytes)}"
+            )
+        yield from map(str, self.sources)
+        if self.entries:
+            dct = f"about {self.dct_share:.0%}" if self.dct_share else "none"
+            yield (
+                f"  modes: {dct} of the entries hold images as mode 'dct' keeps them; the others' are not "
+                "recorded, and a dataset finds only the records of its own cache mode"
+            )
+        yield f"free on its disk: {format_size(self.disk_free)}"
+
+
 def info(directory: Directory, as_json: JsonOption = False) -> None:
     """Show the entries, bytes, sources and free space of a cache. Exit code 1: no cache."""
     import fastload
 
     with answering(as_json) as output:
         cache = fastload.Cache(directory)
-        found = cache.info()
-        sources = _sources(cache) if found["exists"] else []
-        if not found["exists"]:
-            output.console.print(f"{directory}: {_NO_CACHE}", soft_wrap=True)
-        else:
-            output.console.print(
-                f"{directory}: {found['entries']:,} entries, {format_size(found['bytes'])} "
-                f"in {found['segments']:,} segments, index {format_size(found['index_bytes'])}",
-                soft_wrap=True,
-            )
-        for source in sources:
-            text = (
-                f"{source['objects']:,} objects, {format_size(source['bytes'])}, listed {source['listed_at']}"
-            )
-            output.console.print(f"  of {source['url']}: {text}", soft_wrap=True)
-        share = cache.dct_share()
-        if found["entries"]:
-            dct = "none" if not share else f"about {share:.0%}"
-            output.console.print(
-                f"  modes: {dct} of the entries hold images as mode 'dct' keeps them; the others' are not "
-                "recorded, and a dataset finds only the records of its own cache mode",
-                soft_wrap=True,
-            )
-        output.console.print(f"free on its disk: {format_size(found['disk_free'])}")
+        known = cache.info()
         # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
-        known = {key: value for key, value in found.items() if key not in ("mode", "size_limit")}
-        output.document({**known, "dct_share": share, "sources": sources})
-        if not found["exists"]:
-            raise typer.Exit(1)
+        del known["mode"], known["size_limit"]
+        sources = _sources(cache) if known["exists"] else []
+        output.finish(InfoReport(**known, dct_share=cache.dct_share(), sources=sources))
 
 
-def _sources(cache: Any) -> list[dict[str, Any]]:
-    """The listings of the datasets of this cache, which may have all, some or none of their objects."""
+def _sources(cache: Any) -> list[ListedSource]:
     if cache.manifests is None or not cache.manifests.is_dir():
         return []
     from fastload.cache.listings import latest
 
     return [
-        {"url": _url(one.identity), "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
-        for one in latest(cache.manifests)
+        ListedSource(
+            url=_url(listing.identity),
+            objects=len(listing),
+            bytes=listing.total_bytes,
+            listed_at=listing.listed_at,
+        )
+        for listing in latest(cache.manifests)
     ]
 
 
 def _url(identity: str) -> str:
-    """The URL in a store's identity, and its endpoint behind it."""
+    """Return the URL in a store's identity, and its endpoint behind it."""
     kind, separator, rest = identity.partition("|")
     if not separator:  # http
         return identity
@@ -83,6 +144,38 @@ def _url(identity: str) -> str:
     path = path.replace("|", "/", 1)
     url = path if kind == "file" else f"{kind}://{path}"
     return f"{url} at {where}" if where else url
+
+
+# --- check
+
+
+@dataclass(kw_only=True)
+class CheckReport(Report):
+    """The state of all records."""
+
+    command = "cache check"
+    path: Annotated[str, "the directory"]
+    ok: Annotated[bool, "no bad entry is left"]
+    entries: Annotated[int, "records verified"]
+    bytes: Annotated[int, "their bytes"]
+    bad_entries: Annotated[int, "entries whose record is missing or wrong"]
+    orphaned_bytes: Annotated[int, "bytes that no entry points to, left by a killed process; no error"]
+    foreign_files: Annotated[list[str], "files that fastload did not write; never touched"]
+    dropped_entries: Annotated[int, "entries that `--fix` removed"]
+    recovered_entries: Annotated[int, "entries that `--fix` found again"]
+    freed_bytes: Annotated[int, "bytes that `--fix` freed"]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def text(self) -> Lines:
+        verdict = "clean" if self.ok else "not clean; to repair it, add --fix"
+        yield styled(f"{self.path}: {verdict}", "green" if self.ok else "red")
+        for name, value in asdict(self).items():
+            if name not in ("path", "ok"):
+                text = f"{value:,}" if isinstance(value, int) else ", ".join(value) or "none"
+                yield f"  {name.replace('_', ' '):<18} {text}"
 
 
 def check(
@@ -93,25 +186,37 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Verify the checksum of every record. Exit code 1: damaged entries remain."""
-    import fastload
-
     with answering(as_json) as output:
-        if not fastload.Cache(directory).info()["exists"]:
-            raise NotFoundError(f"{directory}: {_NO_CACHE}", stage="cache")
-        with Progress(console=output.console, transient=True) as progress:
-            task = progress.add_task("verifying", total=None)
-            report = fastload.Cache(directory).check(
-                fix, progress=lambda done, total: progress.update(task, completed=done, total=total)
-            )
-        verdict = "clean" if report.ok else "not clean; to repair it, add --fix"
-        output.console.print(f"{directory}: {verdict}", style="green" if report.ok else "red")
-        for name, value in report.as_dict().items():
-            if name != "ok":
-                text = f"{value:,}" if isinstance(value, int) else ", ".join(value) or "none"
-                output.console.print(f"  {name.replace('_', ' '):<18} {text}")
-        output.document(report.as_dict())
-        if not report.ok:
-            raise typer.Exit(1)
+        cache = _existing(directory)
+        with _progress(output, "verifying") as progress:
+            found = cache.check(fix, progress=progress)
+        output.finish(CheckReport(path=str(directory), **found.as_dict()))
+
+
+# --- clear
+
+
+@dataclass(kw_only=True)
+class ClearReport(Report):
+    """What was deleted."""
+
+    command = "cache clear"
+    path: Annotated[str, "the directory"]
+    bytes_freed: Annotated[int, "bytes of the records that were deleted"]
+    done: Annotated[bool, "false: the answer was no"] = True
+    exists: Annotated[bool, "whether it was a cache"] = True
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.done else 1
+
+    def text(self) -> Lines:
+        if not self.done:
+            yield "nothing deleted"
+        elif self.exists:
+            yield f"{self.path}: freed {format_size(self.bytes_freed)}"
+        else:
+            yield f"{self.path}: no cache here, nothing to delete"
 
 
 def clear(
@@ -124,75 +229,102 @@ def clear(
 
     with answering(as_json) as output:
         cache = fastload.Cache(directory)
-        found = cache.info()
-        question = f"Delete {found['entries']:,} entries ({format_size(found['bytes'])}) in {directory}?"
-        if found["entries"] and not yes and not typer.confirm(printable(question), err=True):
-            output.console.print("nothing deleted")
-            output.document({"path": str(directory), "bytes_freed": 0})
-            raise typer.Exit(1)
-        freed = cache.clear()
-        done = f"freed {format_size(freed)}" if found["exists"] else "no cache here, nothing to delete"
-        output.console.print(f"{directory}: {done}", soft_wrap=True)
-        output.document({"path": str(directory), "bytes_freed": freed})
+        held = cache.info()
+        question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
+        done = yes or not held["entries"] or typer.confirm(printable(question), err=True)
+        freed = cache.clear() if done else 0
+        output.finish(ClearReport(path=str(directory), bytes_freed=freed, done=done, exists=held["exists"]))
 
 
-def push(
-    directory: Directory,
-    url: PacksUrl,
-    endpoint_url: EndpointUrl = None,
-    anon: Anon = False,
-    storage_option: StorageOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Publish the records of a cache at a URL, in packs of about 256 MB, for other nodes to pull.
+# --- push and pull
+
+
+@dataclass(kw_only=True)
+class PushReport(Report):
+    """What was published."""
+
+    command = "cache push"
+    path: Annotated[str, "the directory"]
+    url: Annotated[str, "where its records are published"]
+    records: Annotated[int, "records published now"]
+    bytes: Annotated[int, "bytes of their payloads"]
+    packs: Annotated[int, "objects written"]
+    present: Annotated[int, "records that were published already"]
+    bad_entries: Annotated[int, "records that are damaged on this disk, and were left out"]
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.bad_entries else 0
+
+    def text(self) -> Lines:
+        yield (
+            f"{self.url}: {self.records:,} records ({format_size(self.bytes)}) published in {self.packs:,} "
+            f"packs, {self.present:,} were there"
+        )
+        if self.bad_entries:
+            yield (f"  {self.bad_entries:,} damaged records were left out: run fastload cache check --fix")
+
+
+def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: JsonOption = False) -> None:
+    """Publish the records of a cache below a URL, in objects of about 256 MB, for other nodes to pull.
 
     Training may go on meanwhile, and other nodes may push to the same URL: each record is published once, but
     for a race of two nodes. After an interruption, run the same command again.
     """
     import fastload
-    from fastload.cache.exchange import Pushed
     from fastload.cache.exchange import push as publish
 
     with answering(as_json) as output:
-        store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))
-        cache = fastload.Cache(directory)
-        if not cache.exists():
-            raise NotFoundError(f"{directory}: {_NO_CACHE}", stage="cache")
-        with Progress(console=output.console, transient=True) as progress:
-            task = progress.add_task("pushing", total=None)
-
-            def show(done: Pushed, total: int) -> None:
-                progress.update(task, completed=done.records + done.present, total=total)
-
+        store = fastload.open_store(url, **stored.parse())
+        cache = _existing(directory)
+        with _progress(output, "pushing") as progress:
             try:
-                done = publish(cache, store, show)
+                done = publish(cache, store, lambda now, total: progress(now.records + now.present, total))
             finally:
                 cache.close()
-        output.console.print(
-            f"{store.url}: {done.records:,} records ({format_size(done.bytes)}) published in {done.packs:,} "
-            f"packs, {done.present:,} were there",
-            soft_wrap=True,
+        output.finish(PushReport(path=str(directory), url=store.url, **asdict(done)))
+
+
+@dataclass(kw_only=True)
+class PackFault:
+    """A damaged pack."""
+
+    pack: Annotated[str, "a pack with something wrong"]
+    fault: Annotated[str, "what is wrong with it"]
+
+
+@dataclass(kw_only=True)
+class PullReport(Report):
+    """What was fetched."""
+
+    command = "cache pull"
+    path: Annotated[str, "the directory"]
+    url: Annotated[str, "where its records came from"]
+    records: Annotated[int, "records put into the cache now"]
+    bytes: Annotated[int, "bytes of their payloads"]
+    packs: Annotated[int, "packs at the URL"]
+    present: Annotated[int, "records that the cache had already"]
+    left: Annotated[int, "published records that the cache still lacks: it is full, or they are damaged"]
+    faults: list[PackFault] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.faults else 0
+
+    def text(self) -> Lines:
+        yield (
+            f"{self.path}: {self.records:,} records ({format_size(self.bytes)}) pulled, {self.present:,} "
+            f"were there, {self.left:,} do not fit or are damaged"
         )
-        if done.bad_entries:
-            output.console.print(
-                f"  {done.bad_entries:,} damaged records were left out: run fastload cache check --fix",
-                soft_wrap=True,
-            )
-        output.document({"path": str(directory), "url": store.url, **dataclasses.asdict(done)})
-        if done.bad_entries:
-            raise typer.Exit(1)
+        for fault in self.faults:
+            yield f"  {fault.pack} {fault.fault}"
 
 
 def pull(
     url: PacksUrl,
     directory: Directory,
-    size_limit: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes of the cache, such as 500GB.", show_default="the free disk"),
-    ] = None,
-    endpoint_url: EndpointUrl = None,
-    anon: Anon = False,
-    storage_option: StorageOption = None,
+    stored: StoreOptions,
+    size_limit: SizeLimit = None,
     as_json: JsonOption = False,
 ) -> None:
     """Put the published records that a cache lacks into it, before or during a training.
@@ -204,24 +336,13 @@ def pull(
     from fastload.cache.exchange import pull as fetch
 
     with answering(as_json) as output:
-        store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))
+        store = fastload.open_store(url, **stored.parse())
         cache = fastload.Cache(directory, size_limit=size_limit)
-        with Progress(console=output.console, transient=True) as progress:
-            task = progress.add_task("pulling", total=None)
+        with _progress(output, "pulling") as progress:
             try:
-                done = fetch(cache, store, lambda now, all_: progress.update(task, completed=now, total=all_))
+                done = asdict(fetch(cache, store, progress))
             finally:
                 cache.close()
-        output.console.print(
-            f"{directory}: {done.records:,} records ({format_size(done.bytes)}) pulled, {done.present:,} "
-            f"were there, {done.left:,} do not fit or are damaged",
-            soft_wrap=True,
-        )
-        for name, fault in done.damaged.items():
-            output.console.print(f"  {name} {fault}", soft_wrap=True)
-        faults = [{"pack": name, "fault": fault} for name, fault in done.damaged.items()]
-        counts = dataclasses.asdict(done)
-        del counts["damaged"], counts["settled"]
-        output.document({"path": str(directory), "url": store.url, **counts, "faults": faults})
-        if done.damaged:
-            raise typer.Exit(1)
+        del done["settled"]
+        faults = [PackFault(pack=name, fault=fault) for name, fault in done.pop("damaged").items()]
+        output.finish(PullReport(path=str(directory), url=store.url, **done, faults=faults))

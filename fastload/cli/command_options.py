@@ -1,11 +1,14 @@
-"""Options of several commands: the store, the cache, and the work on its images."""
+"""Options of several commands, as dataclasses: the store, the cache, and the work on its images."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -25,19 +28,21 @@ class CacheMode(StrEnum):
     decoded = "decoded"
 
 
-FolderUrl = Annotated[
-    str,
-    typer.Argument(
-        metavar="URL",
-        help="Images in one folder per class, or tar or TFRecord shards: s3://bucket/prefix, a path, ...",
-    ),
-]
 NumWorkers = Annotated[
     int, typer.Option(metavar="N", min=0, help="Worker processes.", show_default="the cores")
 ]
 CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of each side of the crop.")]
 ShortSide = Annotated[
     int, typer.Option(metavar="N", min=1, help="Modes shrunk and decoded: pixels of the shorter side.")
+]
+Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Mode shrunk: JPEG quality.")]
+SizeLimit = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Largest size of the cache, such as 500GB or 200MiB.",
+        show_default="the free disk",
+    ),
 ]
 ListingMaxAge = Annotated[
     str,
@@ -46,20 +51,11 @@ ListingMaxAge = Annotated[
         help="Use a listing that the cache keeps if it is no older, such as 30m, 12h or 7d. 0: list again.",
     ),
 ]
-Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Mode shrunk: JPEG quality.")]
-
 PricesFile = Annotated[
     Path | None,
     typer.Option(
         "--prices", metavar="FILE", help="TOML with currency, get, list (of 1,000) and egress (of a GB)."
     ),
-]
-EndpointUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="The S3 server, for MinIO, R2, OBS and others.")
-]
-Anon = Annotated[bool, typer.Option("--anon", help="Send no credentials, for public data.")]
-StorageOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of fastload.open_store; repeatable.")
 ]
 
 
@@ -83,8 +79,8 @@ _TYPED: dict[str, Callable[[str], Any]] = {
 }
 
 
-def storage_options(pairs: list[str] | None, endpoint_url: str | None, anon: bool) -> dict[str, Any]:
-    """The options of the command line in the form of `open_store`."""
+def parse_pairs(pairs: list[str] | None) -> dict[str, Any]:
+    """Return NAME=VALUE texts as options of `open_store`."""
     options: dict[str, Any] = {}
     for pair in pairs or []:
         name, separator, value = pair.partition("=")
@@ -92,11 +88,84 @@ def storage_options(pairs: list[str] | None, endpoint_url: str | None, anon: boo
             # The message omits the value, which may be a secret.
             raise ArgumentError(f"--storage-option {name!r}: give NAME=VALUE")
         options[name] = _TYPED.get(name, str)(value)
-    if endpoint_url is not None:
-        options["endpoint_url"] = endpoint_url
-    if anon:
-        options["anon"] = True
     return options
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """The options of the store of a command's URL."""
+
+    endpoint_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The S3 server, for MinIO, R2, OBS and others.")
+    ] = None
+    anon: Annotated[bool, typer.Option("--anon", help="Send no credentials, for public data.")] = False
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of fastload.open_store; repeatable."),
+    ] = None
+
+    def parse(self) -> dict[str, Any]:
+        """Return them in the form of `open_store`."""
+        options = parse_pairs(self.storage_option)
+        if self.endpoint_url is not None:
+            options["endpoint_url"] = self.endpoint_url
+        if self.anon:
+            options["anon"] = True
+        return options
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a cache keeps samples: as in the training that uses it."""
+
+    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = CacheMode.auto
+    short_side: ShortSide = 256
+    quality: Quality = 90
+    size_limit: SizeLimit = None
+
+    def open(self, directory: str | Path) -> Any:
+        """Return the cache in a directory."""
+        import fastload
+
+        return fastload.Cache(
+            directory,
+            self.mode.value,
+            size_limit=self.size_limit,
+            short_side=self.short_side,
+            quality=self.quality,
+        )
+
+
+def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer, with an option for each field of the dataclasses that `command` takes."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        of_group = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=of_group[field.name],
+                )
+            )
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
 
 
 def check_usable(cache: Any) -> None:

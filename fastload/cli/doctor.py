@@ -8,13 +8,16 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated
 
-import typer
+from rich.text import Text
 
 from fastload.cli.output import JsonOption, answering
+from fastload.cli.report import Lines, Report, dimmed
 from fastload.metrics.machine import usable_cores, why_not_linux
 from fastload.metrics.units import format_size
+from fastload.printable import printable
 
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = "2.8"
@@ -24,16 +27,37 @@ OPEN_FILES_WANTED = 4096
 SHARED_MEMORY_WANTED = 1_000_000_000
 
 
-class Check(NamedTuple):
-    """One finding. `state` is "ok", "warn" (it works, but slower or in part) or "fail" (it does not work)."""
+@dataclass
+class Check:
+    """One finding."""
 
-    name: str
-    state: str
-    found: str
-    advice: str = ""
+    name: Annotated[str, "what was looked at"]
+    state: Annotated[str, '`"ok"`, `"warn"` (it works, but slower or in part) or `"fail"`']
+    found: Annotated[str, "what is there"]
+    advice: Annotated[str, 'the remedy, or `""`'] = ""
 
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
+
+
+@dataclass(kw_only=True)
+class DoctorReport(Report):
+    """The state of this machine and this installation."""
+
+    command = "doctor"
+    ok: Annotated[bool, "no check failed"]
+    checks: list[Check]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.ok else 1
+
+    def text(self) -> Lines:
+        for check in self.checks:
+            mark, colour = MARKS[check.state]
+            yield Text.assemble((mark, colour), " ", (f"{check.name:<14} ", "bold"), printable(check.found))
+            if check.advice:
+                yield dimmed(f"{'':17}{check.advice}")
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -44,18 +68,7 @@ def doctor(as_json: JsonOption = False) -> None:
             checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), check_formats()]
             checks += [check_decoders(), _cores()]
             checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
-        for check in checks:
-            mark, colour = MARKS[check.state]
-            output.console.print(mark, style=colour, end=" ")
-            output.console.print(f"{check.name:<14} ", style="bold", end="")
-            output.console.print(check.found)
-            if check.advice:
-                output.console.print(f"{'':17}{check.advice}", style="dim", soft_wrap=True)
-        ok = all(check.state != "fail" for check in checks)
-        document: dict[str, Any] = {"ok": ok, "checks": [check._asdict() for check in checks]}
-        output.document(document)
-        if not ok:
-            raise typer.Exit(1)
+        output.finish(DoctorReport(ok=all(check.state != "fail" for check in checks), checks=checks))
 
 
 def _python() -> Check:

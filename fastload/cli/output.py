@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
+from fastload.cli.report import Report
 from fastload.errors import ArgumentError, FastloadError
 from fastload.metrics.console import Console
 from fastload.metrics.machine import need_linux
@@ -34,10 +36,14 @@ class Output:
         self.as_json = as_json
         self.console = Console(stderr=as_json)
 
-    def document(self, document: dict[str, Any]) -> None:
-        """With --json, write the command's document as the last line of stdout."""
+    def finish(self, report: Report) -> None:
+        """Show the report, with --json write it as the last line of stdout, and leave with its exit code."""
+        for line in report.text():
+            self.console.print(line, soft_wrap=not isinstance(line, Table))
         if self.as_json:
-            write_document(document)
+            write_document(report.document())
+        if report.exit_code:
+            raise typer.Exit(report.exit_code)
 
 
 def write_document(document: dict[str, Any]) -> None:
@@ -71,7 +77,8 @@ def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
         typer.echo("fastload: " + printable(" ".join(str(error).split())), err=True)
         typer.echo(f"see {error.help}", err=True)
         key = None if error.key is None else str(error.key)
-        output.document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
+        if as_json:
+            write_document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
         raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from error
 
 

@@ -1,22 +1,46 @@
-"""`fastload prove A B`: whether two runs were handed out the same data, and where they part.
-
-The JSON document:
-
-{"command": "prove", "settings": {"a", "b"}, "same", "why", "epoch", "step", "rank", "row"}
-
-Exit code 0: the same data. 1: not.
-"""
+"""`fastload prove A B`: whether two runs were handed out the same data, and where they part."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fastload.cli.output import JsonOption, answering
+from fastload.cli.report import Lines, Report
 
 _SIDE = "A saved state, a rank's sample log, or a directory of logs; with commas: one for each rank."
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """The two runs."""
+
+    a: str
+    b: str
+
+
+@dataclass(kw_only=True)
+class ProveReport(Report):
+    """Whether two runs got the same data."""
+
+    command = "prove"
+    settings: Settings
+    same: Annotated[bool, "whether no step that both have differs"]
+    why: Annotated[str, "the answer in one sentence"]
+    epoch: Annotated[int | None, "the first epoch that differs, or null"]
+    step: Annotated[int | None, "the first step that differs, or null"]
+    rank: Annotated[int | None, "rank of the first row that differs, from logs only, or null"]
+    row: Annotated[int | None, "the first row that differs, from logs only, or null"]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.same else 1
+
+    def text(self) -> Lines:
+        yield self.why
 
 
 def prove(
@@ -34,11 +58,7 @@ def prove(
         from fastload.trace.prove import prove as compare  # torch takes 2 s to import
 
         proof = compare(_paths(a), _paths(b))
-        output.console.print(proof.why, soft_wrap=True)
-        settings = {"a": a, "b": b}
-        output.document({"command": "prove", "settings": settings} | proof._asdict())
-    if not proof:
-        raise typer.Exit(1)
+        output.finish(ProveReport(settings=Settings(a=a, b=b), **proof._asdict()))
 
 
 def _paths(side: str) -> str | list[str]:

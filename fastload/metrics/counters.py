@@ -1,7 +1,7 @@
 """What a loader counts: the sums of each stage, the rates of its epoch, and its bad samples.
 
 A counter set is a flat dict of floats, `"stage.counter" -> value`: merging is addition, sending is cheap, and
-TensorBoard can take it unchanged. `fastload/metrics/metric_names.py` lists the counters of all stages.
+TensorBoard can take it unchanged. `fastload/metrics/exporters.py` lists the counters of all stages.
 """
 
 from __future__ import annotations

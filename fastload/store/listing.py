@@ -251,7 +251,7 @@ class _Filter:
             why = (
                 f"{self.listed:,} objects there, but no class directories: give the parent of "
                 "class/file.jpg; labels in a table are for fastload.TableDataset, other objects for "
-                "fastload.ObjectDataset (fastload warm --objects)"
+                "fastload.ObjectDataset (fastload warm --from objects)"
             )
         elif self._missing:
             why = f"{len(self._missing):,} of the named objects do not exist: {_some(sorted(self._missing))}"

@@ -11,18 +11,17 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 import fastload
 from fastload import errors, testing
-from fastload.cache.cache import Mode
-from fastload.cli.app import app
+from fastload.cli.app import REPORTS, app
 from fastload.cli.demo.photos import make_dataset
 from fastload.metrics.counters import Counters, Meter, rates
-from fastload.metrics.metric_names import COUNTERS, METRICS
+from fastload.metrics.exporters import COUNTERS, METRICS
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
 
@@ -282,7 +281,7 @@ def test_metrics_are_those_of_the_code() -> None:
 
 
 def test_every_counter_and_rate_is_a_metric() -> None:
-    assert set(COUNTERS) == bumped(), "list a new counter in fastload/metrics/metric_names.py, with its unit"
+    assert set(COUNTERS) == bumped(), "list a new counter in fastload/metrics/exporters.py, with its unit"
     found = {*rates(dict.fromkeys(COUNTERS, 1.0), 1.0), *Meter(Counters()).gauges()}
     assert {one.source for one in METRICS} == {*COUNTERS, *found, "bottleneck", "info"}
     for names in ([one.prometheus for one in METRICS], [one.opentelemetry for one in METRICS]):
@@ -295,29 +294,47 @@ def test_queries_name_metrics_that_exist() -> None:
     assert set(re.findall(r'"(fastload\.wait\.\w+)"', page)) <= {one.opentelemetry for one in METRICS}
 
 
-def keys(document: dict[str, Any]) -> set[str]:
-    """The keys of a document, in the notation of the page."""
-    opaque = {"versions", "counters", "stages", "needed", "streaming", "renames"}
-    found = set()
-    for name, value in document.items():
-        name = "MODE" if name in get_args(Mode) else name
-        if isinstance(value, dict) and name not in opaque:
-            found |= {f"{name}.{inner}" for inner in keys(value)}
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            found |= {f"{name}[].{inner}" for one in value for inner in keys(one)}
-        else:
-            found.add(name)
-    return found
+def test_page_of_json_has_every_report(commands: Any) -> None:
+    """The tables come from the dataclasses that the documents come from."""
+    page = (REFERENCE / "json.md").read_text()
+    assert set(re.findall(r"<!-- keys of fastload ([\w ]+) -->", page)) == {*REPORTS, "measurements"}
+    assert set(REPORTS) == set(command_paths(commands.command("")))
+    rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", commands.filled(page), re.M)
+    assert len(rows) > 200 and all(text for _, text in rows)
 
 
-COMMON = {"bench", "convert", "demo", "index", "plan", "warm"}
+def keys(document: Any, before: str, known: set[str]) -> set[str]:
+    """The keys of a document in the notation of the page, down to those that it knows."""
+    found = {before} & known
+    if isinstance(document, list):
+        return found.union(*(keys(one, f"{before}[]", known) for one in document if isinstance(one, dict)))
+    if not isinstance(document, dict):
+        return found or {before}
+    if any(key.startswith(f"{before}.*") for key in known):
+        return found.union(*(keys(value, f"{before}.*", known) for value in document.values()))
+    if found and not any(key.startswith(f"{before}.") for key in known):
+        return found
+    inner = (keys(value, f"{before}.{name}".removeprefix("."), known) for name, value in document.items())
+    return found.union(*inner)
 
 
-def check_keys(name: str, document: dict[str, Any]) -> None:
-    wanted = documented(section("json.md", name))
-    if name in COMMON:
-        wanted |= documented(section("json.md", "Keys of several commands"))
-    assert keys(document) == wanted
+@pytest.fixture
+def check_keys(commands: Any) -> Callable[[str, dict[str, Any]], None]:
+    def check(name: str, document: dict[str, Any]) -> None:
+        known = {"command", *(key for key, _ in commands.keys(REPORTS[name]))}
+        missing = known - (seen := keys(document, "", known))
+        assert seen <= known
+        above = {key for key in seen if value_at(document, key) in (None, [])}
+        assert not {key for key in missing if not any(key.startswith(part) for part in above)}
+
+    return check
+
+
+def value_at(document: Any, key: str) -> Any:
+    """The value of a key that is in no list; [] of others."""
+    for name in key.split("."):
+        document = document.get(name, []) if isinstance(document, dict) else []
+    return document
 
 
 @pytest.fixture
@@ -333,7 +350,9 @@ def answer(*arguments: object) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
+def test_keys_of_json_are_documented(
+    photos: Path, tmp_path: Path, check_keys: Callable[[str, dict[str, Any]], None]
+) -> None:
     cache = tmp_path / "cache"
     check_keys("warm", answer("warm", photos, "--cache", cache, "--mode", "shrunk", "--num-workers", 2))
     check_keys("cache info", answer("cache", "info", cache))
@@ -342,7 +361,8 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     done = answer("cache", "pull", tmp_path / "packs", tmp_path / "pulled")
     check_keys("cache pull", done | {"faults": [{"pack": "a", "fault": "b"}]})
     check_keys("cache clear", answer("cache", "clear", cache, "--yes"))
-    check_keys("An error", answer("cache", "check", tmp_path / "absent"))
+    error = answer("cache", "check", tmp_path / "absent")["error"]
+    assert {f"error.{name}" for name in error} == documented(section("json.md", "An error"))
     check_keys("doctor", answer("doctor"))
     log = tmp_path / "log"
     list(fastload.DataLoader(list(range(4)), sample_log=log))  # type: ignore[arg-type]
@@ -350,27 +370,15 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     (photos / "bad" / "bad.jpg").unlink()
     (photos / "bad").rmdir()
     check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
-    check_keys("plan", answer("plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    check_keys("plan", answer("plan", photos, "--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 100))
     loader = fastload.DataLoader(fastload.ImageFolder(str(photos), fastload.CenterCrop(8)), 2)
     (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
     check_keys("replay", answer("replay", tmp_path / "state.json", "--step", 0))
     done = answer("convert", photos, tmp_path / "shards", "--to", "tar")
     check_keys("convert", done | {"faults": [{"shard": "a", "fault": "b"}]})
     shards = tmp_path / "shards"
-    check_keys("index", answer("index", shards, "--again") | {"faults": [{"shard": "a", "fault": "b"}]})
+    check_keys("index", answer("index", shards, "--refresh") | {"faults": [{"shard": "a", "fault": "b"}]})
     done = answer("warm", shards, "--cache", cache, "--num-workers", 0)
     check_keys("warm", done | {"failures": [{"key": "a", "error": "b"}]})
-    check_keys("plan", answer("plan", shards, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    check_keys("plan", answer("plan", shards, "--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 100))
     check_keys("bench", answer("bench", shards, "--num-workers", 0, "--epochs", 1))
-
-
-def test_keys_of_the_demo_are_documented() -> None:
-    newest = max((ROOT / "bench" / "results").glob("demo-*.json"))
-    document = json.loads(newest.read_text())
-    for group, name in (
-        (document, "torch_s3fs"),
-        (document["fastload"], "epoch_1"),
-        (document["fastload"], "epoch_2"),
-    ):
-        group[name] = None  # documented in words: as those of `bench`
-    check_keys("demo", document)

@@ -26,7 +26,7 @@ from fastload import DataLoader, watch
 from fastload.errors import ArgumentError
 from fastload.metrics.bottleneck import BOTTLENECKS
 from fastload.metrics.counters import Counters, Meter
-from fastload.metrics.metric_names import METRICS
+from fastload.metrics.exporters import METRICS
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
 

@@ -84,7 +84,7 @@ def _bench(photos: Path, tmp: Path) -> list[object]:
 
 
 def _plan(photos: Path, tmp: Path) -> list[object]:
-    return ["plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100]
+    return ["plan", photos, "--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 100]
 
 
 def _pull(photos: Path, tmp: Path) -> list[object]:

@@ -298,7 +298,7 @@ def start(server: S3Server, *more: str) -> subprocess.Popen[str]:
         *more,
     ]
     return subprocess.Popen(
-        [sys.executable, "-m", "fastload.cli", *arguments, *on_s3(server), *few],
+        [sys.executable, "-m", "fastload", *arguments, *on_s3(server), *few],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -300,7 +300,7 @@ def test_server_that_cannot_start_raises_with_its_output(
 
 
 def start_demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fastload.cli", "demo", "--dir", str(directory), *arguments]
+    command = [sys.executable, "-m", "fastload", "demo", "--dir", str(directory), *arguments]
     return subprocess.Popen(
         command,
         cwd=REPOSITORY,

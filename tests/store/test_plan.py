@@ -186,7 +186,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
 @pytest.mark.usefixtures("no_leaks")
 def test_plan(arguments: list[str], tmp_path: Path) -> None:
-    more = ["--cache-size", "2MB", "--cache-dir", str(tmp_path / "disk"), "--objects", "64", "--json"]
+    more = ["--size-limit", "2MB", "--cache", str(tmp_path / "disk"), "--objects", "64", "--json"]
     result = CliRunner().invoke(app, [*arguments, *more])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
@@ -216,7 +216,7 @@ def test_plan(arguments: list[str], tmp_path: Path) -> None:
 
 def test_plan_prints_a_table_and_advice(arguments: list[str]) -> None:
     result = CliRunner().invoke(
-        app, [*arguments, "--cache-size", "1TB", "--objects", "32"], terminal_width=160
+        app, [*arguments, "--size-limit", "1TB", "--objects", "32"], terminal_width=160
     )
     assert result.exit_code == 0, result.output
     for word in ("shrunk", "decoded", "epoch 1", "in flight", "assumed: ", "the limit"):
@@ -227,10 +227,10 @@ def test_plan_prints_a_table_and_advice(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
-    [("--cache-size", "much", "much"), ("--gpus", "0", "gpus"), ("--gpu-rate", "-1", "gpu-rate")],
+    [("--size-limit", "much", "much"), ("--gpus", "0", "gpus"), ("--gpu-rate", "-1", "gpu-rate")],
 )
 def test_bad_arguments(option: str, value: str, says: str) -> None:
-    words = {"--cache-size": "1GB", "--gpus": "1", "--gpu-rate": "1"} | {option: value}
+    words = {"--size-limit": "1GB", "--gpus": "1", "--gpu-rate": "1"} | {option: value}
     result = CliRunner().invoke(app, ["plan", "s3://x", *(word for pair in words.items() for word in pair)])
     assert result.exit_code == 2
     assert says in result.stderr
@@ -240,13 +240,13 @@ def test_objects_that_are_no_images_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for i in range(12):
         (tmp_path / "a" / f"{i}.jpg").write_bytes(b"<html>" * 100)
-    given = [str(tmp_path), "--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
+    given = [str(tmp_path), "--size-limit", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
     result = CliRunner().invoke(app, ["plan", *given])
     assert result.exit_code == 1 and "not an image" in json.loads(result.stdout)["error"]["message"]
     used = tmp_path / "file"
     used.write_text("x")
-    result = CliRunner().invoke(app, ["plan", *given, "--cache-dir", str(used)])
-    assert result.exit_code == 2 and "--cache-dir" in json.loads(result.stdout)["error"]["message"]
+    result = CliRunner().invoke(app, ["plan", *given, "--cache", str(used)])
+    assert result.exit_code == 2 and "--cache" in json.loads(result.stdout)["error"]["message"]
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["files", "tar"])
@@ -263,7 +263,7 @@ def test_images_that_take_no_time_by_a_coarse_clock(
             tar.add(tmp_path / "a", arcname="")
     monkeypatch.setattr(time, "thread_time", lambda: 1.0)
     url = str(tmp_path / "a.tar" if shards else tmp_path)
-    words = ["plan", url, "--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
+    words = ["plan", url, "--size-limit", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["modes"]["raw"]["first"]["limit"] == "GPUs"

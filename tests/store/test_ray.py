@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache, ImageFolder
-from fastload.cli import cluster, warm_nodes
+from fastload.cli import cluster, warming
 from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import serve_s3
@@ -77,7 +77,7 @@ def test_each_node_warms_its_own_share(nodes: Simulation, photos: Path, tmp_path
     assert (document["stored"], document["left"], document["redone"]) == (IMAGES, 0, 0)
     addresses = [node["address"] for node in document["nodes"]]
     assert addresses == sorted(addresses) and OTHER in addresses
-    assert [node["shard"] for node in document["nodes"]] == [[0, 2], [1, 2]]
+    assert [node["share"] for node in document["nodes"]] == [[0, 2], [1, 2]]
     assert [node["stored"] for node in document["nodes"]] == [IMAGES // 2] * 2
     code, again = run(*arguments)
     assert (code, again["stored"], again["skipped"], again["read_bytes"]) == (0, 0, IMAGES, 0)
@@ -137,7 +137,7 @@ def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path
 def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
     nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_nodes, "SLICE", 6)
+    monkeypatch.setattr(warming, "SLICE", 6)
     arguments = ["warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address]
     thread = interrupt_when(lambda: Cache(tmp_path).info()["entries"] >= 2)
     code, document = run(*arguments)
@@ -299,7 +299,7 @@ def test_server_that_is_not_ray_is_refused_in_two_minutes(tmp_path: Path) -> Non
         command = [
             sys.executable,
             "-m",
-            "fastload.cli",
+            "fastload",
             "warm",
             str(tmp_path),
             "--cache",
@@ -360,7 +360,7 @@ def test_share_of_a_lost_node_is_named_and_resumed(
     nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, for it changes the cluster. The other node's share is complete."""
-    monkeypatch.setattr(warm_nodes, "SLICE", 6)
+    monkeypatch.setattr(warming, "SLICE", 6)
     arguments = ["warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address]
     (lost,) = nodes.worker_nodes
 

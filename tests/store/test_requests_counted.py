@@ -18,7 +18,7 @@ import fastload
 from fastload import DataLoader, ObjectDataset, TarDataset
 from fastload.cli.app import app
 from fastload.datasets.wrappers import view_of
-from fastload.metrics.metric_names import COUNTERS
+from fastload.metrics.exporters import COUNTERS
 from fastload.store import open_store
 from tests.faultserver import LIST, Fault, FaultServer
 
@@ -159,7 +159,7 @@ def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path:
     assert sum(one.outcome == "stored" for one in dataset.warm(range(15))) == 15, "an interrupted run"
     dataset.close()
     server.requests.clear()
-    document = warmed(server, "s3://bucket", tmp_path / "cache", "--objects")
+    document = warmed(server, "s3://bucket", tmp_path / "cache", "--from", "objects")
     assert seen(server)["store.gets"] == 25 == document["requests"]
     assert document["quote"] == {
         "objects": 25,
@@ -167,7 +167,7 @@ def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path:
         "read_bytes": 25_000,
         "cost": {"requests": 25.0, "egress": pytest.approx(0.025)},
     }
-    assert warmed(server, "s3://bucket", tmp_path / "cache", "--objects")["quote"]["requests"] == 0
+    assert warmed(server, "s3://bucket", tmp_path / "cache", "--from", "objects")["quote"]["requests"] == 0
 
 
 def test_bill_of_compressed_shards_is_what_the_store_sends(server: FaultServer, tmp_path: Path) -> None:

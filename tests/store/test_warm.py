@@ -20,7 +20,7 @@ from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectD
 from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
-from fastload.cli.warm_share import share_of
+from fastload.cli.warming import share_of
 from fastload.datasets.warm import Warmed
 from fastload.errors import ArgumentError, CacheError
 from tests.patience import PATIENCE, wait_until
@@ -104,9 +104,9 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: 
 
 
 def test_second_warming_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.warm("photos", tmp_path, "--objects")
+    bucket.warm("photos", tmp_path, "--from", "objects")
     before = bucket.gets()
-    code, document = bucket.warm("photos", tmp_path, "--objects")
+    code, document = bucket.warm("photos", tmp_path, "--from", "objects")
     assert (code, document["skipped"], document["stored"]) == (0, IMAGES, 0)
     assert bucket.gets() == before
     dataset = ObjectDataset("s3://photos", cache=Cache(tmp_path), storage_options=bucket.options)
@@ -146,7 +146,7 @@ def test_warm_after_ctrl_c_keeps_its_records(bucket: Bucket, tmp_path: Path) -> 
         slow = Bucket(proxy, bucket.server)
         arguments = slow.arguments("photos", tmp_path, "--storage-option", "max_requests=4")
         running = subprocess.Popen(
-            [sys.executable, "-m", "fastload.cli", *arguments],
+            [sys.executable, "-m", "fastload", *arguments],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -175,8 +175,8 @@ def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, tmp_path: Path
     """Each of 2 nodes warms its share; in training its 2 ranks then read the store for nothing."""
     before = bucket.gets()
     for node in range(2):
-        _, document = bucket.warm("photos", tmp_path / str(node), "--shard", f"{node}/2")
-        assert (document["objects"], document["settings"]["shard"]) == (IMAGES // 2, [node, 2])
+        _, document = bucket.warm("photos", tmp_path / str(node), "--share", f"{node}/2")
+        assert (document["objects"], document["settings"]["share"]) == (IMAGES // 2, [node, 2])
     assert bucket.gets() == before + IMAGES
     for node in range(2):
         options = bucket.options
@@ -218,13 +218,13 @@ def test_ranks_of_launchers_share_the_work(launcher: str, monkeypatch: pytest.Mo
 def test_launcher_without_node_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ArgumentError, match="give --shard I/N"):
+    with pytest.raises(ArgumentError, match="give --share I/N"):
         share_of(range(10), None)
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
 def test_invalid_shard_arguments_are_refused(shard: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--shard={shard}"])
+    result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--share={shard}"])
     assert result.exit_code == 2
     assert "give I/N" in result.stderr
 
@@ -242,7 +242,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_warm_sees_what_has_changed_unless_told_of_an_age(folder: Path, tmp_path: Path) -> None:
     def warm(*more: str) -> list[int]:
-        arguments = ["warm", str(folder), "--cache", str(tmp_path / "c"), "--objects", "--json", *more]
+        arguments = [
+            "warm",
+            str(folder),
+            "--cache",
+            str(tmp_path / "c"),
+            "--from",
+            "objects",
+            "--json",
+            *more,
+        ]
         done = CliRunner().invoke(app, [*arguments, "--num-workers", "0"])
         assert done.exit_code == 0, done.output
         document = json.loads(done.stdout.splitlines()[-1])
@@ -330,7 +339,16 @@ def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_
 
 def test_warm_counts_objects_that_are_too_large(folder: Path, tmp_path: Path) -> None:
     (folder / "05").write_bytes(b"x" * 5_000_000)
-    arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--objects", "--num-workers", "0"]
+    arguments = [
+        "warm",
+        str(folder),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--from",
+        "objects",
+        "--num-workers",
+        "0",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
     assert done.exit_code == 0, done.output
     assert "too large for the cache: 1 objects" in done.output and "is full" not in done.output

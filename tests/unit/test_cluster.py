@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cli import warm_nodes
+from fastload.cli import warming
 from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
-from fastload.cli.command_options import CacheMode
-from fastload.cli.warm_share import Target
+from fastload.cli.command_options import CacheMode, CacheOptions
+from fastload.cli.data_source import SourceOptions, Target
 from fastload.errors import ArgumentError
 
 
@@ -42,7 +43,7 @@ def test_ray_without_an_address_is_this_machines_cluster(
         def __init__(self, address: str) -> None:
             raise ArgumentError(f"asked for {address}")
 
-    monkeypatch.setattr(warm_nodes, "Cluster", Found)
+    monkeypatch.setattr(warming, "Cluster", Found)
     found: Any = refused("warm", tmp_path, "--cache", tmp_path / "ssd", *words)
     assert found == f"asked for {address}"
 
@@ -55,7 +56,7 @@ def test_missing_ray_is_named_with_its_install_line(tmp_path: Path, monkeypatch:
 
 
 def test_shard_with_ray_is_refused_unless_it_is_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", "--shard"]
+    words = ["warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", "--share"]
     assert "give 0/1 to warm all" in refused(*words, "1/4")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "needs Ray" in refused(*words, "0/1")
@@ -76,9 +77,9 @@ def test_relative_paths_are_those_of_this_directory_on_all_nodes(
 ) -> None:
     """Ray's processes work in another directory."""
     monkeypatch.chdir(tmp_path)
-    target = Target("photos", "ssd", CacheMode.raw, None, 256, 90, False, None, None, {}).anywhere()
+    target = Target("photos", "ssd", CacheOptions(CacheMode.raw), SourceOptions(), {}).anywhere()
     assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
-    assert target._replace(url="s3://bucket/a#b").anywhere().url == "s3://bucket/a#b"
+    assert replace(target, url="s3://bucket/a#b").anywhere().url == "s3://bucket/a#b"
 
 
 class OneNode:
@@ -116,8 +117,8 @@ def test_objects_that_change_between_slices_are_named(
                 (tmp_path / "in" / "0.bin").unlink(missing_ok=True)
                 fastload.ObjectDataset(tmp_path / "in", cache=cache).close()
 
-    monkeypatch.setattr(warm_nodes, "Cluster", Changing)
-    words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--objects", "--num-workers", "0"]
+    monkeypatch.setattr(warming, "Cluster", Changing)
+    words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--from", "objects", "--num-workers", "0"]
     done = CliRunner().invoke(app, list(map(str, words)))
     assert done.exit_code == 1 and "was listed again while slices of it were warmed" in done.stderr
 
@@ -138,6 +139,6 @@ def test_cluster_whose_nodes_all_die_at_first_is_named(
         def run(self, lanes: list[Iterator[Task]]) -> Iterator[tuple[Task, Lost]]:
             return ((next(lane), Lost("it was stopped")) for lane in lanes)
 
-    monkeypatch.setattr(warm_nodes, "Cluster", Dying)
+    monkeypatch.setattr(warming, "Cluster", Dying)
     done = CliRunner().invoke(app, ["warm", str(tmp_path), "--cache", str(tmp_path / "ssd"), "--ray"])
     assert done.exit_code == 1 and "all nodes are gone, as node 10.0.0.1 (it was stopped)" in done.stderr

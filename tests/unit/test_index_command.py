@@ -62,7 +62,7 @@ def test_second_run_reads_no_shard_and_again_reads_all(kind: str, tmp_path: Path
     document = run(tmp_path)
     assert (document["indexed"], document["present"], document["samples"]) == (1, len(COUNTS) - 1, COUNTS[2])
     assert run(tmp_path)["read_bytes"] == 0
-    assert run(tmp_path, "--again")["indexed"] == len(COUNTS)
+    assert run(tmp_path, "--refresh")["indexed"] == len(COUNTS)
 
 
 def test_index_of_another_place_is_read_from_there(kind: str, tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_file_that_is_no_index_of_the_shard_is_not_overwritten_without_again(
 ) -> None:
     write(tmp_path, {"x.tar": shard("tar", range(3))[0], "x.idx": body})
     document = run(tmp_path, code=1)
-    assert "only --again overwrites it" in document["faults"][0]["fault"]
+    assert "only --refresh overwrites it" in document["faults"][0]["fault"]
     assert (tmp_path / "x.idx").read_bytes() == body
-    assert run(tmp_path, "--again")["indexed"] == 1
+    assert run(tmp_path, "--refresh")["indexed"] == 1
 
 
 def test_interrupted_run_keeps_what_is_indexed_and_resumes(
@@ -162,7 +162,7 @@ def test_interrupted_run_keeps_what_is_indexed_and_resumes(
     [
         (["{images}"], "no shards there"),
         (["{shards}", "--to", "{index}", "--cache", "{cache}"], "leave one out"),
-        (["{shards}", "--again", "--cache", "{cache}"], "leave one out"),
+        (["{shards}", "--refresh", "--cache", "{cache}"], "leave one out"),
         (["{twice}", "--to", "{index}"], "2 of the shards would have the index file 'x.idx'"),
     ],
 )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache
-from fastload.cli import warm as warm_command
+from fastload.cli import warming
 from fastload.cli.app import app
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Streaming, predict
 from fastload.formats.tar import TarWriter
@@ -174,7 +174,7 @@ def test_full_cache_counts_what_it_holds_and_is_no_failure(kind: str, tmp_path: 
 
 def test_interrupted_warming_resumes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "shards", shards(kind))
-    taken = warm_command.Tally.add
+    taken = warming.Tally.add
 
     def stopping(self: Any, warmed: Any) -> None:
         if self.done == 60:
@@ -182,7 +182,7 @@ def test_interrupted_warming_resumes(kind: str, tmp_path: Path, monkeypatch: pyt
         taken(self, warmed)
 
     with monkeypatch.context() as patched:
-        patched.setattr(warm_command.Tally, "add", stopping)
+        patched.setattr(warming.Tally, "add", stopping)
         document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", code=130)
     assert document["interrupted"] and document["left"] in (None, TOTAL - 60)
     document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache")
@@ -194,7 +194,7 @@ def test_interrupted_warming_resumes(kind: str, tmp_path: Path, monkeypatch: pyt
 def test_share_of_indexed_shards_is_that_of_the_sampler(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "shards", shards(kind, index=True))
     url = tmp_path / "shards"
-    document = run("warm", url, "--cache", tmp_path / "cache", "--shard", "1/3")
+    document = run("warm", url, "--cache", tmp_path / "cache", "--share", "1/3")
     data = closing(dataset(kind, str(url), transform=CROP, cache=tmp_path / "cache"))
     sampler = fastload.DistributedSampler(data, 3, 1, partition="node", num_nodes=3, mode="eval")
     assert {number for number in range(TOTAL) if data.contains(number)} == set(sampler)
@@ -203,23 +203,8 @@ def test_share_of_indexed_shards_is_that_of_the_sampler(kind: str, tmp_path: Pat
 
 def test_share_of_shards_without_an_index_is_refused_with_the_way(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "shards", shards(kind))
-    document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", "--shard", "0/2", code=2)
+    document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", "--share", "0/2", code=2)
     assert "run fastload index first" in document["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--fields", "{"], "is no JSON"),
-        (["--features", "image=bytes"], "--features is for TFRecord"),
-        (["--fields", "jpg?x"], "fields= has the leaf"),
-        (["--objects", "--fields", "jpg"], "--fields and --features are for shards"),
-    ],
-)
-def test_malformed_options_are_named(options: list[str], says: str, tmp_path: Path) -> None:
-    write(tmp_path / "shards", {"x.tar": shard("tar", range(2))[0]})
-    document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", *options, code=2)
-    assert says in document["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +254,7 @@ def test_images_in_folders_are_measured_although_a_tar_lies_beside_them(tmp_path
 
 # --- plan
 
-DEMAND = ["--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 1000]
+DEMAND = ["--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 1000]
 
 
 def test_plan_counts_samples_and_requests_of_streams(kind: str, tmp_path: Path) -> None:

@@ -17,21 +17,20 @@ from xxhash import xxh3_64
 
 from fastload.cache.listings import Listings
 from fastload.cli.convert.sample_forms import Sample, sound_payload, split_name
-from fastload.cli.kinds import guess_kind
-from fastload.errors import ArgumentError, NotFoundError
+from fastload.cli.data_source import FOLDER, INDEXABLE, OBJECTS, find_kind, list_shards
+from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.formats.tar import read_sample
 from fastload.metrics.counters import Counters
 from fastload.shards.formats import FORMATS
-from fastload.shards.reader import ReadAhead, Shard, ShardReader
+from fastload.shards.reader import ReadAhead, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
-from fastload.store import ObjectInfo, Store, open_store
-from fastload.store.listing import ListingQuery, list_objects
+from fastload.store import Store, open_store
+from fastload.store.listing import ListingQuery
 from fastload.store.manifest import Manifest
 
-_BESIDE = (".idx", ".json", ".txt")
 _AHEAD = 512  # samples that the prefetcher knows of; it bounds requests and bytes by itself
 _MOST_JSON = 64 << 20
 _OVERHEAD = 2048  # bytes of a sample in a shard beside its own: headers, label, padding
@@ -72,24 +71,17 @@ class Input(Protocol):
 
 
 def open_input(url: str, kind: str, options: dict[str, Any], shard_size: int, seed: int | None) -> Input:
-    """What is at `url`; kind "auto" looks at the first keys.
+    """Open what is at `url`; kind "auto" looks at the names there.
 
     Raises:
-        ArgumentError, NotFoundError, StoreError: as a dataset's.
+        ArgumentError: `convert` does not read that kind. Otherwise as a dataset.
     """
-    store = open_store(url, **options)
-    if kind == "auto":
-        kind = _guess(store)
-    if kind in ("folder", "objects"):
-        return ObjectsInput(kind, url, store, shard_size, seed)
-    return _ShardsInput(kind, store, shard_size, seed)
-
-
-def _guess(store: Store) -> str:
-    keys = [info.key for info in next(store.list(), [])]
-    if not keys:
-        raise NotFoundError(f"{store.url!r}: no objects there", stage="list")
-    return guess_kind(keys).value
+    kind = find_kind(url, options, kind)
+    if kind in (FOLDER, OBJECTS):
+        return ObjectsInput(kind, url, open_store(url, **options), shard_size, seed)
+    if kind in INDEXABLE:
+        return _ShardsInput(kind, url, options, shard_size, seed)
+    raise ArgumentError(f"convert reads folders, objects, {' and '.join(INDEXABLE)}, and {url!r} is {kind}")
 
 
 def _fingerprint(manifest: Manifest) -> str:
@@ -117,7 +109,7 @@ class ObjectsInput:
         seed: int | None,
         manifest: Manifest | None = None,
     ) -> None:
-        folder = kind == "folder"
+        folder = kind == FOLDER
         if manifest is None:
             manifest = Listings(None).open(store, ListingQuery(labels=folder))
         self.manifest = manifest
@@ -181,21 +173,17 @@ class _ShardsInput:
 
     shards: int | None = None
 
-    def __init__(self, kind: str, store: Store, shard_size: int, seed: int | None) -> None:
-        manifest = list_objects(store)
-        infos = [
-            ObjectInfo(manifest.key(i), int(manifest.sizes[i]), manifest.version(i))
-            for i in range(len(manifest))
-        ]
-        self._shards = _choose(infos, kind)
-        if not self._shards:
-            raise NotFoundError(f"{store.url!r}: no {kind} shards there", stage="list")
-        self.classes = _classes(store, [info for info in infos if info.key.endswith(".json")])
-        self.kind, self.url, self.identity = kind, store.url, store.identity
-        self.total_bytes = sum(shard.size for shard in self._shards)
-        self.fingerprint = _fingerprint(manifest)
+    def __init__(
+        self, kind: str, url: str, options: dict[str, Any], shard_size: int, seed: int | None
+    ) -> None:
+        self._shards = list_shards(kind, url, cache=None, storage_options=options)
+        self._store = self._shards.store
+        self.classes = _classes(self._store)
+        self.kind, self.url, self.identity = kind, self._store.url, self._store.identity
+        self.total_bytes = sum(self._shards[number].size for number in range(len(self._shards)))
+        self.fingerprint = self._shards.digest
         self.position: Any = {"plan": _PLAN, "at": None}
-        self._store, self._limit, self._seed = store, shard_size, seed
+        self._limit, self._seed = shard_size, seed
         self._stream: ShuffledStream[StreamedRecord] | None = None
         self._next: StreamedRecord | None = None  # of the part at `position`
 
@@ -263,16 +251,9 @@ class _ShardsInput:
         return Sample(*read_sample(payload), None, found.record.size)
 
 
-def _choose(infos: list[ObjectInfo], kind: str) -> list[Shard]:
-    """The shards among objects. Their first bytes say whether they are compressed."""
-    named = [info for info in infos if FORMATS[kind].names_shard(info.key.lower())]
-    # Shards may be called anything (train-00000-of-01024); what else is there is known by its ending.
-    chosen = named or [info for info in infos if not info.key.lower().endswith(_BESIDE)]
-    return [Shard(info.key, info.size, info.version, None) for info in chosen]
-
-
-def _classes(store: Store, documents: list[ObjectInfo]) -> list[str] | None:
-    """The class names, where this command made the shards."""
+def _classes(store: Store) -> list[str] | None:
+    """Return the class names, where this command made the shards."""
+    documents = (info for page in store.list() for info in page if info.key.endswith(".json"))
     for info in documents:
         if info.size > _MOST_JSON or "/" in info.key:
             continue

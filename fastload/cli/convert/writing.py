@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastload.cli.cluster import Cluster, Task
 from fastload.cli.convert.inputs import ObjectsInput
 from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
-from fastload.cli.measurement import Bars
+from fastload.cli.measurement import Bars, Rate
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
@@ -34,20 +33,18 @@ def check_source(source: Any) -> None:
         )
 
 
-class Rate:
-    """Samples and bytes so far, and their rates."""
+class Written:
+    """Samples and bytes so far."""
 
     def __init__(self) -> None:
         self.samples = self.bytes = 0
-        self._start = time.perf_counter()
+        self._rate = Rate("samples")
 
     def add(self, samples: int, size: int) -> tuple[int, str]:
-        """(bytes done, rates in words)"""
+        """Return (bytes done, rates in words)."""
         self.samples += samples
         self.bytes += size
-        seconds = max(time.perf_counter() - self._start, 1e-9)
-        text = f"{self.samples / seconds:7,.0f} samples/s {self.bytes / seconds / 1e6:6,.1f} MB/s"
-        return self.bytes, text
+        return self.bytes, self._rate.words(self.samples, self.bytes)
 
 
 class Writing:
@@ -62,7 +59,7 @@ class Writing:
     def __init__(self, source: Any, shards: Any, cluster: Cluster | None) -> None:
         self._source, self._shards = source, shards
         self._nodes = None if cluster is None else NodesWriting(cluster, source, shards)
-        self.rate = Rate()
+        self.written = Written()
         self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
 
     def run(self, bars: Bars) -> None:
@@ -73,14 +70,14 @@ class Writing:
         bar = bars.add("writing", source.total_bytes, format_size)
         try:
             if self._nodes is not None:
-                self._nodes.write(lambda samples, size: bar.show(*self.rate.add(samples, size)))
+                self._nodes.write(lambda samples, size: bar.show(*self.written.add(samples, size)))
                 return
             while source.position is not None:
                 made = self._shards.make(
                     len(done) + (self._sending is not None),
                     source.part(),
                     lambda: source.position,
-                    lambda sample: bar.show(*self.rate.add(1, sample.size)),
+                    lambda sample: bar.show(*self.written.add(1, sample.size)),
                 )
                 with contextlib.ExitStack() as stack:
                     stack.callback(made.file.close)

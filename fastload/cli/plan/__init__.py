@@ -1,1 +1,280 @@
-"""`fastload plan`: a short probe, and a model of an epoch."""
+"""`fastload plan URL`: predict training from a probe of some hundred objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
+from fastload.cli.data_source import (
+    INDEXABLE,
+    DataUrl,
+    SourceOptions,
+    find_kind,
+    first_records,
+    list_shards,
+)
+from fastload.cli.output import JsonOption, answering
+from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
+from fastload.cli.plan.prices import Cost, Prices, find_prices
+from fastload.cli.report import Lines, MeasuredReport, dimmed
+from fastload.metrics.units import format_size, parse_size
+from fastload.shards.formats import FORMATS
+
+ADVICE = {
+    "GPUs": "the GPUs are the limit: the loader is fast enough",
+    "cores": "the cores are the limit: use more of them, or a cache mode with less work for them",
+    "workers": "the workers are the limit: raise --num-workers",
+    "connections": "round trips are the limit: more workers, a closer bucket, or a larger cache",
+    "network": "the store or the network is the limit: a larger cache, mode 'shrunk', or more bandwidth",
+    "disk read": "reading the disk is the limit: mode 'shrunk', or a faster SSD",
+    "disk write": "writing the disk is the limit in epoch 1: fastload keeps fewer samples then",
+}
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What was asked for."""
+
+    url: str
+    kind: Annotated[str, "what lies there: as given or found"]
+    size_limit: Annotated[int, "as given, in bytes"]
+    gpus: int
+    gpu_rate: float
+    num_workers: int
+    epochs: int
+    size: int
+    short_side: int
+    quality: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Data):
+    """What the probe measured."""
+
+    probed: Annotated[int, "objects that were read for this"]
+    disk_write: Annotated[float | None, "bytes/s of the disk of `--cache`, else null"]
+    disk_read: Annotated[float | None, "bytes/s of the disk of `--cache`, else null"]
+    others_busy_cores: Annotated[float, "cores that other processes kept busy"]
+    modes: Annotated[dict[str, Mode], "by cache mode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedPrediction(Prediction):
+    """A whole run in one cache mode, and its price."""
+
+    cost: Annotated[Cost | None, "cost of all epochs; null where no price is known"]
+
+
+@dataclass(kw_only=True)
+class PlanReport(MeasuredReport):
+    """The predictions for each cache mode."""
+
+    command = "plan"
+    settings: Settings
+    measured: Measured
+    modes: Annotated[dict[str, PricedPrediction], "by cache mode"]
+    prices: Annotated[Prices | None, "null where they are not known"]
+    demand: Annotated[float, "images/s of all GPUs"]
+    best: Annotated[str, "the mode that takes the least time"]
+    advice: Annotated[list[str], "sentences"]
+    assumptions: Annotated[list[str], "sentences"]
+
+    def text(self) -> Lines:
+        """Yield a column for each mode, then advice and assumptions."""
+        measured = self.measured
+        yield (
+            f"{measured.objects:,} images of {format_size(measured.object_bytes)}; a GET takes "
+            f"{measured.request_seconds * 1000:.1f} ms and {measured.get_cpu * 1000:.2f} ms of a core; "
+            f"the GPUs take {self.demand:,.0f} images/s"
+        )
+        table = Table(header_style="bold")
+        table.add_column("")
+        for name in self.modes:
+            table.add_column(name + (" *" if name == self.best else ""), justify="right")
+        for title, cell in _ROWS:
+            table.add_row(title, *(cell(measured.modes[name], mode) for name, mode in self.modes.items()))
+        if self.prices is not None:
+            costs = [mode.cost.words(self.prices.currency) for mode in self.modes.values() if mode.cost]
+            for title, row in zip(
+                ("GETs, all epochs", "egress, all epochs"), zip(*costs, strict=True), strict=True
+            ):
+                table.add_row(title, *row)
+        yield table
+        yield from self.advice
+        for line in self.assumptions:
+            yield dimmed(f"assumed: {line}")
+
+
+def _rate(epoch: Any) -> str:
+    return f"{epoch.rate:,.0f} ({epoch.limit})"
+
+
+_ROWS: list[tuple[str, Callable[[Mode, Prediction], str]]] = [
+    ("bytes per sample", lambda cost, _: format_size(cost.stored_bytes)),
+    ("decode + crop, ms of a core", lambda cost, _: f"{cost.transform_cpu * 1000:.2f}"),
+    ("disk for all", lambda _, mode: format_size(mode.disk_bytes)),
+    ("from the cache, later", lambda _, mode: f"{mode.hit_rate:.0%}"),
+    ("epoch 1, images/s (limit)", lambda _, mode: _rate(mode.first)),
+    ("later, images/s (limit)", lambda _, mode: _rate(mode.later)),
+    ("in flight for the GPUs, epoch 1", lambda _, mode: f"{mode.first.connections:,}"),
+    ("in flight for the GPUs, later", lambda _, mode: f"{mode.later.connections:,}"),
+    ("GETs, epoch 1", lambda _, mode: f"{mode.first.requests:,.0f}"),
+    ("GETs, later", lambda _, mode: f"{mode.later.requests:,.0f}"),
+    ("egress, epoch 1", lambda _, mode: format_size(mode.first.egress_bytes)),
+    ("egress, later", lambda _, mode: format_size(mode.later.egress_bytes)),
+    ("all epochs", lambda _, mode: f"{mode.total_seconds / 3600:,.2f} h"),
+]
+
+
+def plan(
+    url: DataUrl,
+    source: SourceOptions,
+    store: StoreOptions,
+    size_limit: Annotated[
+        str, typer.Option(metavar="SIZE", help="Disk space for the cache, such as 500GB or 1.5TB.")
+    ],
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs of this machine.")],
+    gpu_rate: Annotated[float, typer.Option(metavar="N", min=0.001, help="Images per second of one GPU.")],
+    num_workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Worker processes.", show_default="the cores")
+    ] = CORES,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs of the whole training.")] = 90,
+    size: CropSize = 224,
+    short_side: ShortSide = 256,
+    quality: Quality = 90,
+    objects: Annotated[int, typer.Option(metavar="N", min=16, help="Number of objects to read.")] = 256,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A directory on the disk of the cache. The command measures that disk."
+        ),
+    ] = None,
+    prices: PricesFile = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
+    with answering(as_json) as output:
+        options = store.parse()
+        from fastload.cli.plan.probe import probe_disk, probe_samples
+
+        priced = find_prices(url, options, prices)
+        capacity = parse_size(size_limit, "--size-limit")
+        disk = None if cache is None else probe_disk(cache)
+        kept = {"short_side": short_side, "quality": quality}
+        kind = find_kind(url, options, source.kind)
+        if kind in INDEXABLE:
+            probe = _probe_shards(
+                kind, url, options, objects=objects, size=size, workers=num_workers, cache=kept
+            )
+        else:
+            probe = probe_samples(url, kind, source, options, objects=objects, size=size, cache=kept)
+        node = Node(cores_left(CORES, probe.others), num_workers, capacity, *(disk or (None, None)))
+        demand = Demand(gpus * gpu_rate, epochs)
+        predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
+        best = min(predictions, key=lambda name: predictions[name].total_seconds)
+        output.finish(
+            PlanReport(
+                settings=Settings(
+                    url=probe.url,
+                    kind=kind,
+                    size_limit=capacity,
+                    gpus=gpus,
+                    gpu_rate=gpu_rate,
+                    num_workers=num_workers,
+                    epochs=epochs,
+                    size=size,
+                    **kept,
+                ),
+                measured=Measured(
+                    **vars(probe.data),
+                    probed=probe.objects,
+                    disk_write=node.disk_write,
+                    disk_read=node.disk_read,
+                    others_busy_cores=round(probe.others, 2),
+                    modes=probe.modes,
+                ),
+                modes={
+                    name: PricedPrediction(**vars(found), cost=_bill(found, epochs, priced))
+                    for name, found in predictions.items()
+                },
+                prices=priced,
+                demand=demand.rate,
+                best=best,
+                advice=_advice(predictions[best], best, node),
+                assumptions=[*_assumptions(probe, node), _price_words(priced)],
+            )
+        )
+
+
+def _probe_shards(kind: str, url: str, options: dict[str, Any], **arguments: Any) -> Any:
+    """Probe shards whose samples have an image."""
+    from fastload.cli.plan.probe import probe_shards
+
+    shards, form = list_shards(kind, url, cache=None, storage_options=options), FORMATS[kind]
+    image = first_records(shards, kind).image
+
+    def image_of(payload: Any) -> bytes | None:
+        value = form.read_fields(payload).get(image) if form.read_fields is not None else None
+        return None if value is None else bytes(value)
+
+    return probe_shards(shards, form, image_of, options, **arguments)
+
+
+def _bill(prediction: Prediction, epochs: int, prices: Prices | None) -> Cost | None:
+    """Return the cost of all epochs."""
+    if prices is None:
+        return None
+    first, later = prediction.first, prediction.later
+    gets = first.requests + (epochs - 1) * later.requests
+    return prices.bill(gets, first.egress_bytes + (epochs - 1) * later.egress_bytes)
+
+
+def _price_words(prices: Prices | None) -> str:
+    if prices is None:
+        return "no prices: give --prices FILE, see the guide on cost"
+    return f"prices by {prices.source}; egress is often free within a region"
+
+
+def _advice(prediction: Any, best: str, node: Any) -> list[str]:
+    advice = [f"mode '{best}' takes the least time"]
+    for name, epoch in (("epoch 1", prediction.first), ("later", prediction.later)):
+        advice.append(f"{name}: {ADVICE[epoch.limit]}")
+    if prediction.hit_rate < 1:
+        advice.append(
+            f"the cache will hold {prediction.hit_rate:.0%} of the samples: all of them need "
+            f"{format_size(prediction.disk_bytes)}, and it has {format_size(node.cache_bytes)}"
+        )
+    return advice
+
+
+def _assumptions(probe: Any, node: Any) -> list[str]:
+    disk = "measured" if node.disk_read is not None else "assumed to be fast enough (--cache DIR measures it)"
+    network = "the probe reached no ceiling" if probe.data.network is None else "the ceiling of the probe"
+    server = "the store runs on this machine and uses its CPU" if probe.server_here else "this process's CPU"
+    streaming = probe.data.streaming
+    if streaming is None:
+        sample = f"{probe.objects} random objects are representative of all {probe.data.objects:,}"
+        requests = "128 requests in flight a worker, 1,024 a node"
+    else:
+        sample = (
+            f"the first {probe.objects} samples of random shards are representative of all, which are about "
+            f"{probe.data.objects:,}"
+        )
+        later = "are read by a request each" if streaming.at_random else "cost an epoch of streams"
+        requests = (
+            f"epoch 1 streams the shards, {streaming.per_request:,.0f} samples a request and "
+            f"{streaming.in_flight:,} requests in flight; later, samples that it lacks {later}"
+        )
+    return [
+        sample,
+        f"other processes keep {probe.others:.1f} of {CORES} cores busy, and will continue to",
+        f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
+        f"network: {network}; disk: {disk}",
+        f"the cache fills in epoch 1 and keeps what it has; {requests}",
+    ]

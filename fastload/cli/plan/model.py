@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 RECORD_BYTES = 200  # header and padding of a record, and its place in the index
 WORKER_REQUESTS = 128
@@ -27,38 +28,37 @@ MOSTLY_CACHED = 0.9  # of the samples: then shards are read at random, whatever 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Shards read as streams: samples in a request, its seconds, core-seconds a sample, requests in flight.
+    """Shards read as streams."""
 
-    `at_random`: whether later epochs may read a sample by a request of its own.
-    """
-
-    per_request: float
-    request_seconds: float
-    get_cpu: float
-    in_flight: int
-    at_random: bool
+    per_request: Annotated[float, "samples of a request"]
+    request_seconds: Annotated[float, "time of a request"]
+    get_cpu: Annotated[float, "core-seconds a sample"]
+    in_flight: Annotated[int, "requests in flight"]
+    at_random: Annotated[bool, "whether later epochs may read a sample by a request of its own"]
 
 
 @dataclass(frozen=True)
 class Data:
-    """The samples, and the cost of one GET: seconds without other requests, and core-seconds."""
+    """The samples, and the cost of one GET."""
 
-    objects: int
-    object_bytes: float
-    request_seconds: float
-    get_cpu: float
-    network: float | None = None  # bytes per second, where the probe reached a ceiling
-    streaming: Streaming | None = None  # of shards
+    objects: Annotated[
+        int, "objects below the URL; of shards: their samples, by the mean size of those that were read"
+    ]
+    object_bytes: Annotated[float, "their mean size"]
+    request_seconds: Annotated[float, "time of one GET without other requests"]
+    get_cpu: Annotated[float, "core-seconds of one GET"]
+    network: Annotated[float | None, "bytes/s where the probe reached a ceiling, else null"] = None
+    streaming: Annotated[Streaming | None, "how shards are streamed, else null"] = None
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A sample in the cache: bytes, and core-seconds to prepare, to read and to transform it."""
+    """A sample in the cache."""
 
-    stored_bytes: float
-    prepare_cpu: float
-    read_cpu: float
-    transform_cpu: float
+    stored_bytes: Annotated[float, "bytes of a sample in the cache"]
+    prepare_cpu: Annotated[float, "core-seconds to prepare a sample"]
+    read_cpu: Annotated[float, "core-seconds to read a sample"]
+    transform_cpu: Annotated[float, "core-seconds to transform a sample"]
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,30 @@ class Demand:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch: samples per second of every stage, and of the loader as a whole."""
+    """One epoch."""
 
-    stages: dict[str, float]
-    rate: float
-    limit: str
-    requests: float
-    egress_bytes: float
-    connections: int
-    seconds: float
+    stages: Annotated[dict[str, float], "stage: images/s that it could do"]
+    rate: Annotated[float, "images/s of the loader"]
+    limit: Annotated[
+        str,
+        'what limits it: `"GPUs"`, `"cores"`, `"workers"`, `"connections"`, `"network"`, `"disk read"` or '
+        '`"disk write"`',
+    ]
+    requests: Annotated[float, "GETs of the epoch"]
+    egress_bytes: Annotated[float, "bytes from the store"]
+    connections: Annotated[int, "requests in flight that the GPUs need"]
+    seconds: Annotated[float, "time of the epoch"]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A cache mode: bytes on disk for all samples, the share that fits, and the epochs."""
+    """A whole run in one cache mode."""
 
-    disk_bytes: float
-    hit_rate: float
-    first: Epoch
-    later: Epoch
-    total_seconds: float
+    disk_bytes: Annotated[float, "disk for all samples"]
+    hit_rate: Annotated[float, "share of the samples that fits"]
+    first: Annotated[Epoch, "the first epoch"]
+    later: Annotated[Epoch, "each later epoch"]
+    total_seconds: Annotated[float, "time of all epochs"]
 
 
 def cores_left(cores: int, others: float) -> float:

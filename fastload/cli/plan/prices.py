@@ -14,34 +14,41 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 from fastload.errors import ArgumentError
-from fastload.store import open_store
+from fastload.metrics.units import format_money
 
 _NUMBERS = ("get", "list", "egress")
 
 
-class Prices(NamedTuple):
-    """Of one store.
+@dataclass(frozen=True)
+class Cost:
+    """What requests and egress cost."""
 
-    Args:
-        currency: its code, such as "USD".
-        get, list: of 1,000 requests. HEADs cost as much as GETs, and PUTs as much as LISTs.
-        egress: of a GB that leaves the store, which is 10^9 bytes here.
-        source: where the prices are from, and the day.
-    """
+    requests: Annotated[float, "money for the GETs"]
+    egress: Annotated[float, "money for the bytes that leave the store"]
 
-    currency: str
-    get: float
-    list: float
-    egress: float
-    source: str
+    def words(self, currency: str) -> tuple[str, str]:
+        """Return (requests, egress) for people."""
+        return format_money(self.requests, currency), format_money(self.egress, currency)
 
-    def bill(self, gets: float, egress_bytes: float) -> tuple[float, float]:
-        """(requests, egress) in money."""
-        return gets / 1000 * self.get, egress_bytes / 1e9 * self.egress
+
+@dataclass(frozen=True)
+class Prices:
+    """The prices of one store. HEADs cost as much as GETs, and PUTs as much as LISTs."""
+
+    currency: Annotated[str, 'its code, such as `"USD"`']
+    get: Annotated[float, "of 1,000 GETs"]
+    list: Annotated[float, "of 1,000 LISTs"]
+    egress: Annotated[float, "of a GB (10⁹ bytes) that leaves the store"]
+    source: Annotated[str, "where the prices are from, and the day"]
+
+    def bill(self, gets: float, egress_bytes: float) -> Cost:
+        """Return what so many GETs and bytes cost."""
+        return Cost(gets / 1000 * self.get, egress_bytes / 1e9 * self.egress)
 
 
 _TABLE = {
@@ -74,9 +81,10 @@ def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Pric
         found: dict[str, Any] = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prices {str(file)!r} cannot be read as TOML: {error}") from None
-    unknown = sorted(found.keys() - set(Prices._fields))
+    names = [field.name for field in fields(Prices)]
+    unknown = sorted(found.keys() - set(names))
     if unknown:
-        raise ArgumentError(f"--prices {str(file)!r} has {unknown}; known are {list(Prices._fields)}")
+        raise ArgumentError(f"--prices {str(file)!r} has {unknown}; known are {names}")
     for name in _NUMBERS:
         value = found.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
@@ -89,15 +97,8 @@ def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Pric
 
 def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
     """Whether an option or the environment names the server."""
+    from fastload.store import open_store
+
     found = open_store(url, **options).public_options()[0]
     named = found.keys() | found.get("client_kwargs", {}).keys()
     return bool({"endpoint", "endpoint_url", "base_url"} & named)
-
-
-def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:
-    """The keys "cost" and "prices" of a JSON document; null in them where no price is known."""
-    requests, egress = (None, None) if prices is None else prices.bill(gets, egress_bytes)
-    return {
-        "cost": {"requests": requests, "egress": egress},
-        "prices": dict.fromkeys(Prices._fields) if prices is None else prices._asdict(),
-    }

@@ -1,4 +1,4 @@
-"""The probe of `fastload plan`: a few hundred GETs, some decoding, the disk; bounded in number and time."""
+"""The probe of `fastload plan`: some GETs or ranges of shards, some decoding, the disk; bounded in time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import fastload
+from fastload.cache import Cache
 from fastload.cache.codecs import CODECS, CacheCodec, Images
 from fastload.cache.maintenance import Disk, measure_disk
-from fastload.cli.plan.model import Data, Mode
-from fastload.errors import ArgumentError, DecodeError, StoreError
+from fastload.cli.data_source import FOLDER, SourceOptions, encoded_image, open_encoded
+from fastload.cli.plan.model import Data, Mode, Streaming
+from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
+from fastload.fetch.limits import SETTINGS
+from fastload.fetch.threads import ReadPool
 from fastload.formats.sample import dump, load
+from fastload.images.dct import with_rows
+from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
-from fastload.store.manifest import Manifest
+from fastload.shards.catalog import ShardList
+from fastload.shards.dataset import SMALL_RECORD
+from fastload.shards.formats import ShardFormat
+from fastload.shards.reader import ReadAhead, Shard, ShardReader
+from fastload.store import Store
 
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
+ON_THE_WAY = 0.25  # of the time of an index by itself: mode auto leaves it to the first crop
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
+
 LEAST_SECONDS = 1e-6  # that a measurement takes, also by a clock that stood still
 
 _CORES = Cores()
@@ -42,47 +54,66 @@ class Probe(NamedTuple):
     others: float  # cores that other processes kept busy meanwhile
 
 
-def probe_store(
-    url: str, options: dict[str, Any], *, objects: int, size: int, cache: dict[str, Any]
+def probe_samples(
+    url: str,
+    kind: str,
+    source: SourceOptions,
+    options: dict[str, Any],
+    *,
+    objects: int,
+    size: int,
+    cache: dict[str, Any],
 ) -> Probe:
-    """List `url` and read up to `objects` images of it, for at most 15 s.
+    """List `url` and read up to `objects` samples of it, for at most 15 s.
 
     Args:
+        kind, source, options: as of `open_dataset`.
         size: pixels of each side of the crop.
         cache: short_side and quality of the modes.
+
+    Raises:
+        ArgumentError: the samples have no image.
     """
-    store = fastload.open_store(url, **options)
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
         raw = fastload.Cache(Path(folder) / "cache", "raw")
-        dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)
-        manifest = dataset.listing()
+        dataset = open_encoded(url, kind, source, cache=raw, storage_options=options)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         deadline = time.monotonic() + SECONDS
-        chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
-        alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
-        here, others = is_here(options), busy_cores(0.5)
+        chosen = np.random.default_rng(0).permutation(len(dataset))[: objects + ALONE + 1].tolist()
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
-        list(dataset.warm(first))  # the client's start is not part of the cost of a GET
+        alone = _read_alone(dataset, first, deadline)
+        here, others = is_here(options), busy_cores(0.5)
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
-        keys = [dataset.cache_key(index) for index in kept]
+        keys = [key for index in kept for key in dataset.cache_keys(index)]
         payloads, read_cpu = timed(lambda key: bytes(raw.read(key) or b""), keys)
+        images = [image for index in kept if (image := encoded_image(dataset, index)) is not None]
         dataset.close()
-    mean = manifest.total_bytes / len(manifest)
-    network = get.bytes / get.seconds if _met_a_ceiling(get, alone) else None
-    data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
-    scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # from the chosen objects to all
-    modes = probe_modes(payloads, size, cache, read_cpu, scale)
-    return Probe(store.url, data, modes, len(chosen), here, others)
+    if not images:
+        raise ArgumentError(
+            f"{dataset.url!r}: no image in {len(kept):,} samples, and plan predicts images: measure with "
+            "fastload bench"
+        )
+    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(
+        kept
+    )  # rows have no size before they are read
+    if kind == FOLDER:
+        mean = dataset.listing().total_bytes / len(dataset)
+    network = get.objects * mean / get.seconds if _met_a_ceiling(get, alone) else None
+    data = Data(len(dataset), mean, alone, get.cpu / get.objects, network)
+    read_cpu *= len(payloads) / max(1, len(kept))
+    scale = mean * len(images) / sum(map(len, images))  # from the images of some samples to all samples
+    modes = probe_modes(images, size, cache, read_cpu, scale)
+    return Probe(dataset.url, data, modes, len(chosen), here, others)
 
 
-def _read_alone(store: Any, manifest: Manifest, indices: list[int], deadline: float) -> float:
-    """Seconds of a GET without others; the first, which opens the connection, does not count."""
+def _read_alone(dataset: Any, indices: list[int], deadline: float) -> float:
+    """Return the seconds of a GET without others; the first, which opens the connection, does not count."""
     seconds = []
     for index in indices:
         start = time.perf_counter()
-        store.read(manifest.key(index))
+        dataset.payload(index)
         seconds.append(time.perf_counter() - start)
         if time.monotonic() > deadline:
             break
@@ -131,7 +162,7 @@ def probe_modes(
     modes = {}
     for kind in CODECS.values():
         codec = kind(cache["short_side"], cache["quality"]).for_images(Images.CROPPED)
-        if codec.chooses or not isinstance(codec, kind):  # not available here
+        if not isinstance(codec, kind):  # not available here
             continue
         records, encode_cpu = timed(partial(_record, codec), payloads)
         samples = [codec.open(load(one) if codec.packs else one) for one in records]
@@ -144,14 +175,14 @@ def probe_modes(
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
         grown = stored * scale if codec.lossless else stored
-        prepare_cpu = 0.0 if codec.keeps_bytes else encode_cpu
+        prepare_cpu = 0.0 if codec.keeps_bytes else encode_cpu * (ON_THE_WAY if codec.chooses else 1)
         modes[codec.mode] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
 
 
 def _record(codec: CacheCodec, image: bytes) -> Any:
     """Return the record of an image in a cache."""
-    kept = codec.encode(image)
+    kept = with_rows(image) if codec.chooses else codec.encode(image)  # what it keeps at least
     return dump(kept) if codec.packs else kept
 
 
@@ -177,7 +208,7 @@ def probe_disk(directory: Path) -> Disk:
     try:
         return measure_disk(directory)
     except OSError as error:
-        raise ArgumentError(f"--cache-dir {str(directory)!r}: {error.strerror or error}") from None
+        raise ArgumentError(f"--cache {str(directory)!r}: {error.strerror or error}") from None
 
 
 def is_here(options: dict[str, Any]) -> bool:
@@ -191,3 +222,154 @@ def busy_cores(seconds: float) -> float:
     before, start = _CORES.busy_seconds(), time.perf_counter()
     time.sleep(seconds)
     return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)
+
+
+# --- shards
+
+_RANGES_ALONE = 4  # ranges, and records, read one after the other
+_AT_ONCE = 8  # shards
+_CYCLE = 32  # `cycle_length`, the default
+
+
+class _ShardsRead(NamedTuple):
+    """What was read of shards at the same time."""
+
+    sizes: list[int]  # of records
+    images: list[bytes]
+    seconds: float
+    cpu: float
+    compressed: bool  # any of the shards
+
+
+def probe_shards(
+    shards: ShardList,
+    form: ShardFormat,
+    image_of: Callable[[Any], bytes | None],
+    options: dict[str, Any],
+    *,
+    objects: int,
+    size: int,
+    workers: int,
+    cache: dict[str, Any],
+) -> Probe:
+    """Read some shards from their beginning on, `objects` samples or 15 s of them.
+
+    Args:
+        image_of: payload of a record -> its image; None: it has none.
+        options: of the store.
+        size: pixels of each side of the crop.
+        workers: of the training.
+        cache: short_side and quality of the modes.
+
+    Raises:
+        ArgumentError: the shards are compressed. NotFoundError: there are no images.
+    """
+    deadline = time.monotonic() + SECONDS
+    order = np.random.default_rng(0).permutation(len(shards)).tolist()
+    chosen = [shards[number] for number in order if shards[number].size][:_AT_ONCE]
+    if not chosen:
+        raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
+    ahead, in_flight = _read_ahead(workers)
+    piece = min(ahead.piece, int(np.mean([shard.size for shard in chosen])))
+    range_seconds = _range_alone(shards.store, chosen, piece)
+    here, others = is_here(options), busy_cores(0.5)
+    read = _read_shards(shards.store, chosen, form, image_of, objects, deadline, others if here else None)
+    if read.compressed:
+        raise ArgumentError(
+            f"{shards.store.url!r}: the shards are compressed, so that it is not known how many samples they "
+            "have and what a request brings: plan the plain ones"
+        )
+    if not read.images:
+        raise NotFoundError(f"{shards.store.url!r}: no image in the first {len(read.sizes):,} samples")
+    mean, cpu = float(np.mean(read.sizes)), read.cpu / len(read.sizes)
+    speed = sum(read.sizes) / read.seconds
+    ceiling = speed < len(chosen) * piece / range_seconds / 3 and read.cpu / read.seconds < BUSY
+    total = sum(shards[number].size for number in range(len(shards)))
+    streaming = Streaming(
+        max(1.0, piece / mean),
+        range_seconds,
+        cpu,
+        in_flight,
+        at_random=mean >= SMALL_RECORD,
+    )
+    data = Data(
+        max(1, round(total / mean)),
+        mean,
+        _range_alone(shards.store, chosen, round(mean)),
+        cpu,
+        speed if ceiling else None,
+        streaming,
+    )
+    scale = mean * len(read.images) / max(1, sum(map(len, read.images)))  # from the images to whole records
+    modes = probe_modes(read.images, size, cache, _cache_cpu(read.images), scale)
+    return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
+
+
+def _read_ahead(workers: int) -> tuple[ReadAhead, int]:
+    """How a training with the default `cycle_length` reads: the pieces, and all requests in flight."""
+    readers = max(1, _CYCLE // workers)
+    ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
+    return ahead, min(SETTINGS.node_requests, workers * readers * ahead.pieces)
+
+
+def _range_alone(store: Store, chosen: list[Shard], size: int) -> float:
+    """Seconds of a request for so many bytes without others; the first, which connects, does not count."""
+    seconds = []
+    for shard in (chosen * _RANGES_ALONE)[: _RANGES_ALONE + 1]:
+        start = time.perf_counter()
+        store.read_range(shard.key, 0, min(size, shard.size), shard.version)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])
+
+
+def _read_shards(
+    store: Store,
+    chosen: list[Shard],
+    form: ShardFormat,
+    image_of: Callable[[Any], bytes | None],
+    objects: int,
+    deadline: float,
+    others: float | None,
+) -> _ShardsRead:
+    """Read the beginnings of the shards at the same time, and cut them into records in turn.
+
+    With `others`, the cores that other processes keep busy, all other CPU use is the store's, and counts too.
+    """
+    pool = ReadPool(_AT_ONCE, Counters())
+    readers = [
+        ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool) for shard in chosen
+    ]
+    machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
+    sizes, images, going = list[int](), list[bytes](), list(readers)
+    while going and len(sizes) < objects and time.monotonic() < deadline:
+        for reader in list(going):
+            record = reader.next()
+            if record is None or record.error is not None:
+                going.remove(reader)
+                continue
+            sizes.append(record.size)
+            image = image_of(record.payload) if len(images) < DECODED else None
+            if image is not None:
+                images.append(image)
+    seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
+    compressed = any(reader.compressed for reader in readers)
+    for reader in readers:
+        reader.close()
+    pool.close()
+    if not sizes:
+        raise NotFoundError(f"{store.url!r}: the shards have no samples that can be read", stage="get")
+    cpu = own_cpu if others is None else max(own_cpu, _CORES.busy_seconds() - machine - others * seconds)
+    return _ShardsRead(sizes, images, seconds, cpu, compressed)
+
+
+def _cache_cpu(images: list[bytes]) -> float:
+    """Core-seconds of reading a record of a cache."""
+    with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
+        cache = Cache(Path(folder) / "cache", "raw")
+        keys = [cache.key(str(number)) for number in range(len(images))]
+        for key, image in zip(keys, images, strict=True):
+            cache.write(key, image, wait=SECONDS)
+        cache.flush()
+        _, seconds = timed(lambda key: bytes(cache.read(key) or b""), keys)
+        cache.close()
+    return seconds

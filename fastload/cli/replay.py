@@ -9,18 +9,108 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.command_options import StoreOptions
+from fastload.cli.output import JsonOption, answering
+from fastload.cli.report import Lines, Report, styled
 from fastload.errors import ArgumentError, FastloadError
 from fastload.printable import printable
 
 _MOST_RANKS = 65_536  # of which a table is shown
-_COLUMNS = ("row", "index", "key", "label", "crop", "flip", "replaces", "error")
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What was asked for."""
+
+    state: Path
+    at: str | None
+    rank: str | None
+    world_size: int | None
+    loader: str | None
+    data: str | None
+
+
+@dataclass(kw_only=True)
+class ReplayedSample:
+    """One row of the step."""
+
+    rank: Annotated[int, "rank that read the sample"]
+    row: Annotated[int, "its place in the batch of that rank"]
+    index: Annotated[int | str | None, "the sample in the loader's dataset"]
+    key: Annotated[str | None, "name of its object; null: it has none, or the data could not be read"]
+    label: Annotated[int | None, "its label, or null"]
+    crop: Annotated[
+        tuple[float, ...] | None, "`[left, top, right, bottom]` in pixels of the image; null: not known"
+    ]
+    flip: Annotated[bool | None, "whether it was flipped; null: not known"]
+    replaces: Annotated[int | str | None, "the excluded sample in whose place this one stood, or null"]
+    error: Annotated[str, 'why the sample cannot be made, or `""`']
+
+
+@dataclass(kw_only=True)
+class ReplayReport(Report):
+    """What a step was made of."""
+
+    command = "replay"
+    settings: Settings
+    epoch: Annotated[int, "an iteration of the loader, from 0"]
+    step: Annotated[int, "a batch of it, from 0"]
+    ranks: Annotated[list[int], "the ranks that are shown"]
+    samples: list[ReplayedSample]
+    missing: Annotated[str | None, "why keys and images cannot be told, or null"]
+    notes: Annotated[list[str], "what may be unlike the run, in sentences"]
+    html: Annotated[Path | None, "the path of the file that was written, or null"]
+    png: Annotated[Path | None, "the path of the file that was written, or null"]
+    tensors: Annotated[Path | None, "the path of the file that was written, or null"]
+
+    def text(self) -> Lines:
+        yield styled(_title(self.epoch, self.step, self.settings.rank), "bold")
+        yield from self.notes
+        for rank in self.ranks:
+            if len(self.ranks) > 1:
+                yield f"rank {rank}"
+            samples = [sample for sample in self.samples if sample.rank == rank]
+            if not samples:
+                yield "this step is skipped: it has no batch"
+            yield from _lines(samples)
+
+
+def _title(epoch: int, step: int, rank: str | None) -> str:
+    return f"epoch {epoch}, step {step}" + ("" if rank is None else f", rank {rank}")
+
+
+def _lines(samples: Sequence[ReplayedSample]) -> list[str]:
+    """Return columns that are as wide as their longest cell; those without contents are left out."""
+    columns = [field.name for field in fields(ReplayedSample) if field.name != "rank"]
+    cells = [{name: _text(getattr(sample, name)) for name in columns} for sample in samples]
+    names = [name for name in columns if any(row[name] for row in cells)]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
+    rows = [{name: name for name in names}, *cells] if cells else []
+    return ["  ".join(row[name].ljust(widths[name]) for name in names).rstrip() for row in rows]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or isinstance(value, str):
+        return printable(value or "")
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
+
+
+def _describe(part: _Part, sample: Any) -> ReplayedSample:
+    plain = sample._asdict()
+    for name in ("index", "replaces"):  # of a sampler of the user's own it may be anything
+        if not isinstance(plain[name], int | str | None):
+            plain[name] = repr(plain[name])
+    return ReplayedSample(rank=part.number or 0, **plain)
 
 
 class _Part(NamedTuple):
@@ -54,6 +144,7 @@ def replay(
             metavar="STATE", help="A loader's state, by torch.save or as JSON; or a checkpoint that has it."
         ),
     ],
+    store: StoreOptions,
     step: Annotated[int, typer.Option(metavar="N", help="A batch of the epoch, from 0.")],
     epoch: Annotated[
         int | None,
@@ -94,9 +185,6 @@ def replay(
     tensors: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the batch to a file for torch.load.")
     ] = None,
-    endpoint_url: EndpointUrl = None,
-    anon: Anon = False,
-    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
@@ -104,7 +192,7 @@ def replay(
         from fastload.order.state import parse_state, read_state
 
         saved = read_state(state, at)
-        options = storage_options(storage_option, endpoint_url, anon)
+        options = store.parse()
         made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
         try:
             with made.reading():
@@ -117,9 +205,8 @@ def replay(
                     _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
                     for number in numbers
                 ]
-            title = f"epoch {epoch}, step {step}" + ("" if rank is None else f", rank {rank}")
+            title = _title(epoch, step, rank)
             notes = [*made.notes, *([made.missing] if made.missing else [])]
-            _print(output, title, notes, parts)
             files = _Files(made, parts, step, epoch, world_size)
             if html is not None or png is not None:
                 files.write_sheets(html, png, title, notes)
@@ -127,25 +214,21 @@ def replay(
                 files.write_tensors(tensors)
         finally:
             getattr(made.loader.dataset, "close", lambda: None)()
-        paths = {"html": html, "png": png, "tensors": tensors}
-        output.document(
-            {
-                "command": "replay",
-                "settings": {
-                    "state": str(state),
-                    "at": at,
-                    "rank": rank,
-                    "world_size": world_size,
-                    "loader": loader,
-                    "data": data,
-                },
-                "epoch": epoch,
-                "step": step,
-                "samples": [_as_json(part, sample) for part in parts for sample in part.samples],
-                "missing": made.missing,
-                "notes": notes,
-                **{name: None if path is None else str(path) for name, path in paths.items()},
-            }
+        output.finish(
+            ReplayReport(
+                settings=Settings(
+                    state=state, at=at, rank=rank, world_size=world_size, loader=loader, data=data
+                ),
+                epoch=epoch,
+                step=step,
+                samples=[_describe(part, sample) for part in parts for sample in part.samples],
+                missing=made.missing,
+                notes=notes,
+                html=html,
+                png=png,
+                tensors=tensors,
+                ranks=[part.number or 0 for part in parts],
+            )
         )
 
 
@@ -241,49 +324,6 @@ def _run(function: Any, path: Path, place: str) -> Any:
         raise ArgumentError(f"--loader {place!r} raised{where}: {type(error).__name__}: {error}") from error
 
 
-# --- the table
-
-
-def _print(output: Output, title: str, notes: Sequence[str], parts: Sequence[_Part]) -> None:
-    output.console.print(title, style="bold")
-    for note in notes:
-        output.console.print(note, soft_wrap=True)
-    for part in parts:
-        if len(parts) > 1:
-            output.console.print(f"rank {part.number}")
-        if not part.samples:
-            output.console.print("this step is skipped: it has no batch")
-        for line in _lines(part.samples):
-            output.console.print(line, soft_wrap=True)
-
-
-def _lines(samples: Sequence[Any]) -> list[str]:
-    """Columns that are as wide as their longest cell; those without contents are left out."""
-    cells = [{name: _text(getattr(sample, name)) for name in _COLUMNS} for sample in samples]
-    names = [name for name in _COLUMNS if any(row[name] for row in cells)]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
-    rows = [{name: name for name in names}, *cells] if cells else []
-    return ["  ".join(row[name].ljust(widths[name]) for name in names).rstrip() for row in rows]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(_text, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is None or isinstance(value, str):
-        return printable(value or "")
-    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
-
-
-def _as_json(part: _Part, sample: Any) -> dict[str, Any]:
-    plain = {name: getattr(sample, name) for name in _COLUMNS}
-    for name in ("index", "replaces"):  # of a sampler of the user's own it may be anything
-        if not isinstance(plain[name], int | str | None):
-            plain[name] = repr(plain[name])
-    return {"rank": part.number or 0, **plain, "crop": None if sample.crop is None else list(sample.crop)}
-
-
 # --- the files
 
 
@@ -305,7 +345,7 @@ class _Files:
 
     def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
         """The images before `batch_transform`: after a Normalize they are no pictures any more."""
-        from fastload.cli.replay.sheet import Cell, html_sheet, pictures_of, png_sheet
+        from fastload.cli.sheet import Cell, html_sheet, pictures_of, png_sheet
 
         self._check("--html and --png", self._made.no_images)
         loader = self._made.loader
@@ -316,7 +356,7 @@ class _Files:
             any_scaled = any_scaled or scaled
             before = f"rank {part.number}, " if len(self._parts) > 1 else ""
             for picture, sample in zip(pictures, part.samples, strict=True):
-                cells.append(Cell(picture, before + _title(sample), _below(sample)))
+                cells.append(Cell(picture, before + _caption(sample), _below(sample)))
         loader.batch_transform = transform
         if any_scaled:
             notes = [*notes, "Each image is shown scaled from its smallest to its largest value."]
@@ -328,7 +368,7 @@ class _Files:
     def write_tensors(self, path: Path) -> None:
         import torch
 
-        from fastload.cli.replay.sheet import plain
+        from fastload.cli.sheet import plain
 
         self._check("--tensors", self._made.no_batch)
         file = io.BytesIO()
@@ -356,7 +396,7 @@ class _Files:
             raise ArgumentError(f"{options}: that step was skipped, and has no batch")
 
 
-def _title(sample: Any) -> str:
+def _caption(sample: Any) -> str:
     label = "" if sample.label is None else f", label {sample.label}"
     return f"row {sample.row}{label}" + (", replaced" if sample.replaces is not None else "")
 

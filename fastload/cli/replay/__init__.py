@@ -1,1 +1,0 @@
-"""`fastload replay`: the rows, images and tensors of a step, from a checkpoint alone."""

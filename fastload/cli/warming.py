@@ -1,0 +1,451 @@
+"""Fills the cache of this node with its share; with Ray, each node of a cluster fills its own.
+
+    survey of each node ─▶ its share, cut into slices ─▶ one slice at a time on that node ─▶ sums
+
+Node i of n, in the order of the addresses, warms share i/n. A slice whose process was lost is done again on
+that node; what it had stored is present then. The share of a lost node is not given to others: their training
+would not read it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import IterableDataset, get_worker_info
+
+import fastload
+from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
+from fastload.cli.data_source import Target
+from fastload.cli.measurement import Bar, Bars, Rate
+from fastload.cli.output import Output
+from fastload.cli.plan.prices import Prices
+from fastload.cli.warm_report import Failure, Filled, Held, NodeCounts, Quote, Settings, WarmReport, report_of
+from fastload.datasets.warm import ToRead
+from fastload.distributed import find_rank
+from fastload.errors import ArgumentError, StoreError, WorkerError
+from fastload.metrics.units import format_size, parse_size
+from fastload.shards.dataset import ShardDataset
+
+FAILURES_SHOWN = 10
+OUTCOMES_A_MESSAGE = 16
+SLICE = 20_000  # samples: about a minute, beside which the start of a slice's workers does not count
+SLICE_OF_SHARDS = 32
+_ANY_AGE = 1e9  # seconds: digests say whether it is the listing that was divided
+
+
+# --- a share
+
+
+class Warming(IterableDataset[Any]):
+    """A `Warmed` tuple, the outcome, for each sample of a share of a dataset.
+
+    Args:
+        dataset: any that reads a store.
+        samples: the share (int64).
+        by_shard: the share is all samples of these shards.
+    """
+
+    def __init__(self, dataset: Any, samples: npt.NDArray[np.int64], *, by_shard: bool = False) -> None:
+        self.dataset = dataset
+        self.samples = samples
+        self.by_shard = by_shard
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        part = self.samples if worker is None else self.samples[worker.id :: worker.num_workers]
+        warm = self.dataset.warm_shards if self.by_shard else self.dataset.warm
+        yield from warm(index.item() for index in part)
+
+
+def find_left(warming: Warming) -> ToRead:
+    """What the store will be asked for."""
+    samples = warming.samples.tolist()
+    dataset = warming.dataset
+    found: ToRead = (
+        dataset.left_to_warm_shards(samples) if warming.by_shard else dataset.left_to_warm(samples)
+    )
+    dataset.cache.close()  # the workers open it themselves
+    return found
+
+
+def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
+    """What this node warms, and (share, shares)."""
+    if isinstance(dataset, ShardDataset):
+        return share_of_shards(dataset, share)
+    samples, found = share_of(dataset, share)
+    return Warming(dataset, samples), found
+
+
+def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
+    """What this node warms of a dataset of shards, and (share, shares).
+
+    All shards are streamed. A share is the one of `share_of`, read by a request a sample, for which the
+    shards must be indexed and not be compressed.
+    """
+    alone = (share or find_rank())[1] == 1
+    if alone:
+        return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
+    try:
+        samples, found = share_of(dataset, share)
+    except TypeError:
+        raise ArgumentError(
+            "a share of shards is a share of their samples, and they are not indexed: run fastload index "
+            "first, or give --share 0/1 to warm all of them"
+        ) from None
+    if any(dataset.index_of(number).compressed for number in range(len(dataset.shards()))):
+        raise ArgumentError(
+            "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
+        )
+    return Warming(dataset, samples), found
+
+
+def share_of(dataset: Any, share: tuple[int, int] | None) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
+    """The samples of a shard, and (share, shares): the share of such a node with `partition="node"`.
+
+    None: this rank's part of its node's share, by the variables of torchrun or SLURM; without them, all
+        samples.
+    """
+    options: dict[str, Any] = {"shuffle": False, "mode": "eval", "partition": "node"}
+    if share is None:
+        try:
+            sampler = fastload.DistributedSampler(dataset, **options)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"the launcher's variables give no share of this node; give --share I/N ({error.message})"
+            ) from error
+    else:
+        sampler = fastload.DistributedSampler(dataset, share[1], share[0], num_nodes=share[1], **options)
+    samples = np.fromiter(sampler, np.int64, len(sampler))
+    return samples, (sampler.rank, sampler.num_replicas)
+
+
+class Tally:
+    """The outcomes of the samples so far.
+
+    Args:
+        by_shard: progress is in bytes of shards, for it is not known how many samples they have.
+    """
+
+    def __init__(self, by_shard: bool) -> None:
+        self._by_shard = by_shard
+        self.outcomes: Counter[str] = Counter()
+        self.stored: list[int] = []
+        self.failures: list[Any] = []
+        self.read_bytes = self.passed = 0  # of the samples, inflated; at the end, those that the store sent
+        self.requests = 0  # known at the end
+        self.rate = Rate("objects")
+
+    @property
+    def done(self) -> int:
+        return sum(self.outcomes.values()) - self.outcomes["full"]
+
+    def add(self, warmed: Any) -> None:
+        self.outcomes[warmed.outcome] += 1
+        self.read_bytes += warmed.size
+        self.passed += warmed.passed
+        if warmed.outcome == "stored" and not self._by_shard:
+            self.stored.append(warmed.sample)
+        if warmed.outcome == "failed" and len(self.failures) < FAILURES_SHOWN:
+            self.failures.append(warmed)
+
+    def show(self, bar: Bar) -> None:
+        bar.show(self.passed if self._by_shard else self.done, self.rate.words(self.done, self.read_bytes))
+
+
+def _fill_slice(
+    target: Target, digests: tuple[str, str], share: tuple[int, int], part: slice, num_workers: int
+) -> Filled:
+    """Fill the cache with a part of a node's share. `digests`: of the listing that was divided."""
+    dataset, _ = target.open(_ANY_AGE)
+    if dataset.listed() != digests:
+        raise StoreError(
+            f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
+            "run the command again"
+        )
+    warming, _ = find_share(dataset, share)
+    warming.samples = warming.samples[part]
+    return fill(warming, num_workers, Output(as_json=True))
+
+
+def fill(warming: Any, num_workers: int, output: Output) -> Filled:
+    """Run the workers until all samples are done, the cache is full, or the user interrupts."""
+    dataset = warming.dataset
+    tally, interrupted = Tally(warming.by_shard), False
+    with Bars(output.console) as bars:
+        try:
+            _follow(warming, num_workers, tally, bars)
+        except KeyboardInterrupt:
+            interrupted = True
+    seconds = tally.rate.seconds()
+    if not warming.by_shard and (tally.outcomes["full"] or tally.outcomes["too large"]):
+        _recount(dataset, warming.samples, tally)
+    counts = tally.outcomes
+    total = _number_of_samples(warming)
+    held = dataset.cache.info()
+    return Filled(
+        objects=tally.done if total is None else total,
+        stored=counts["stored"],
+        skipped=counts["present"],
+        failed=counts["failed"],
+        too_large=counts["too large"],
+        left=None if total is None else total - counts["stored"] - counts["present"] - counts["failed"],
+        read_bytes=tally.read_bytes,
+        requests=tally.requests,
+        cache=Held(entries=held["entries"], bytes=held["bytes"]),
+        full=counts["full"] > 0,
+        interrupted=interrupted,
+        failures=[
+            Failure(key=warmed.key or dataset.key(warmed.sample), error=warmed.error)
+            for warmed in tally.failures
+        ],
+        seconds=round(seconds, 3),
+    )
+
+
+def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
+    """Look up every sample: the last queued records were dropped, and some samples had no outcome."""
+
+    def kept(sample: Any) -> bool:
+        return bool(dataset.contains(int(sample)))
+
+    tally.outcomes["stored"] = sum(map(kept, tally.stored))
+    tally.outcomes["present"] = sum(map(kept, samples)) - tally.outcomes["stored"]
+
+
+def _number_of_samples(warming: Any) -> int | None:
+    """Return the samples of the share; None: of shards that are not indexed, or of some shards only."""
+    if not warming.by_shard:
+        return len(warming.samples)
+    if len(warming.samples) < len(warming.dataset.shards()):
+        return None
+    try:
+        return int(warming.dataset.indexed_length())
+    except TypeError:
+        return None
+
+
+def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
+    if warming.by_shard:
+        total = sum(warming.dataset.shards()[number].size for number in warming.samples.tolist())
+        bar = bars.add("warming", total, format_size)
+    else:
+        total = len(warming.samples)
+        bar = bars.add("warming", total)
+    loader: Any = fastload.DataLoader(
+        warming, OUTCOMES_A_MESSAGE, num_workers=num_workers, collate_fn=list, in_order=False
+    )
+    try:
+        for outcomes in loader:
+            for warmed in outcomes:
+                tally.add(warmed)
+            tally.show(bar)
+    finally:
+        counters = loader.stats()["counters"]
+        tally.requests = int(counters.get("get.requests", 0) + counters.get("get.retries", 0))
+        tally.read_bytes = int(counters.get("get.bytes", 0))
+
+
+# --- the nodes of a cluster
+
+
+class Survey(NamedTuple):
+    """What a node found.
+
+    Args:
+        url, kind: of the data.
+        samples: of the node's share; or its shards, if `by_shard`.
+        digests: of the listing.
+        left: to read from the store.
+    """
+
+    url: str
+    kind: str
+    samples: int
+    by_shard: bool
+    digests: tuple[str, str]
+    left: ToRead
+
+
+def _survey(target: Target, shard: tuple[int, int], listing_max_age: str) -> Survey:
+    """The first task of a node."""
+    dataset, kind = target.open(listing_max_age)
+    warming, _ = find_share(dataset, shard)
+    digests = dataset.listed()
+    return Survey(dataset.url, kind, len(warming.samples), warming.by_shard, digests, find_left(warming))
+
+
+class NodesWarming:
+    """One run over all nodes.
+
+    Args:
+        target: what is warmed.
+        shard: (0, 1): each node warms all; None: its share.
+        num_workers: of each node; None: as many as Ray gives it CPUs.
+        listing_max_age: of the listing that a node keeps, as of the command.
+
+    Raises:
+        ArgumentError, StoreError, CacheError, WorkerError: as the command.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        shard: tuple[int, int] | None,
+        num_workers: int | None,
+        listing_max_age: str,
+    ) -> None:
+        if shard not in (None, (0, 1)):
+            raise ArgumentError(
+                f"--share {shard[0]}/{shard[1]} with --ray: each node gets its own share; leave --share "
+                "out, or give 0/1 to warm all of the data on every node"
+            )
+        refuse_limits(target.storage_options)
+        self._target = target.anywhere()
+        self._whole, self._num_workers, self._max_age = shard is not None, num_workers, listing_max_age
+        self._filled: dict[Node, list[Filled]] = {}
+        self._lost: dict[Node, str] = {}
+
+    def run(
+        self,
+        address: str,
+        output: Output,
+        quote: Callable[[ToRead], Quote],
+        prices: Prices | None,
+    ) -> WarmReport:
+        """Warm all nodes.
+
+        Args:
+            quote: says what is left to read on all nodes, before it is read.
+        """
+        start = time.perf_counter()
+        with Cluster(address) as cluster:
+            self._filled = {node: [] for node in cluster.nodes}
+            surveys = self._ask(cluster)
+            listing_seconds = time.perf_counter() - start
+            self._announce(surveys, output)
+            lefts = [survey.left for survey in surveys.values()]
+            quoted = quote(ToRead(*map(sum, zip(*lefts, strict=True))))
+            sums = Filled()
+            start = time.perf_counter()
+            try:
+                self._warm(cluster, surveys, output)
+            except KeyboardInterrupt:
+                sums.interrupted = True
+            sums.seconds = round(time.perf_counter() - start, 3)
+            slices = [filled for done in self._filled.values() for filled in done]
+            sums.full = any(filled.full for filled in slices)
+            sums.failures = [failure for filled in slices for failure in filled.failures][:FAILURES_SHOWN]
+            nodes = [self._count(node, surveys.get(node)) for node in self._filled]
+            for node in nodes:
+                sums.add(node)
+            return report_of(
+                sums,
+                self._settings(next(iter(surveys.values())), cluster.address),
+                quoted,
+                prices,
+                listing_seconds=round(listing_seconds, 3),
+                redone=cluster.redone,
+                nodes=nodes,
+            )
+
+    def _settings(self, survey: Survey, address: str) -> Settings:
+        cached = self._target.cached
+        return Settings(
+            url=survey.url,
+            kind=survey.kind,
+            cache=self._target.cache,
+            mode=cached.mode.value,
+            short_side=cached.short_side,
+            quality=cached.quality,
+            size_limit=None if cached.size_limit is None else parse_size(cached.size_limit),
+            num_workers=self._num_workers,
+            share=(0, 1),
+            ray=address,
+        )
+
+    def _share_of(self, node: Node) -> tuple[int, int]:
+        nodes = list(self._filled)
+        return (0, 1) if self._whole else (nodes.index(node), len(nodes))
+
+    def _ask(self, cluster: Cluster) -> dict[Node, Survey]:
+        lanes = []
+        for node in self._filled:
+            arguments = (self._target, self._share_of(node), self._max_age)
+            lanes.append(iter([Task(_survey, arguments, f"node {node.address}", node=node)]))
+        surveys: dict[Node, Survey] = {}
+        for task, found in cluster.run(lanes):
+            assert task.node is not None
+            if isinstance(found, Lost):
+                self._lost[task.node] = found.reason
+                continue
+            surveys[task.node] = found
+            first = next(iter(surveys.values()))
+            if found.digests != first.digests:
+                raise StoreError(
+                    f"node {task.node.address} lists other objects in {found.url!r} than "
+                    f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
+                    "run the command without --listing-max-age"
+                )
+        if not surveys:
+            (node, reason), *_ = self._lost.items()
+            raise WorkerError(f"all nodes are gone, as node {node.address} ({reason}): run the command again")
+        return surveys
+
+    def _slices(self, node: Node, survey: Survey) -> Iterator[Task]:
+        """Of a node's share, until its cache is full."""
+        share = self._share_of(node)
+        size = SLICE_OF_SHARDS if survey.by_shard else SLICE
+        workers = node.cpus if self._num_workers is None else self._num_workers
+        cpus = max(1, min(workers, node.cpus))
+        for start in range(0, survey.samples, size):
+            part = slice(start, min(start + size, survey.samples))
+            if any(done.full for done in self._filled[node]) or node in self._lost:
+                return
+            name = f"share {share[0]}/{share[1]} from {part.start:,} on node {node.address}"
+            arguments = (self._target, survey.digests, share, part, workers)
+            yield Task(_fill_slice, arguments, name, cpus, node)
+
+    def _warm(self, cluster: Cluster, surveys: dict[Node, Survey], output: Output) -> None:
+        by_shard = any(survey.by_shard for survey in surveys.values())
+        total = sum(survey.samples for survey in surveys.values())
+        start, done, read = time.perf_counter(), 0, 0
+        lanes = [self._slices(node, survey) for node, survey in surveys.items()]
+        with Bars(output.console) as bars:
+            bar = bars.add("warming shards" if by_shard else "warming", total)
+            for task, outcome in cluster.run(lanes):
+                assert task.node is not None
+                if isinstance(outcome, Lost):
+                    self._lost[task.node] = outcome.reason
+                    continue
+                self._filled[task.node].append(outcome)
+                part = task.arguments[3]
+                done, read = done + part.stop - part.start, read + outcome.read_bytes
+                rate = read / (time.perf_counter() - start) / 1e6
+                bar.show(done, f"{rate:6,.1f} MB/s, {len(surveys)} nodes")
+
+    def _announce(self, surveys: dict[Node, Survey], output: Output) -> None:
+        for node, survey in surveys.items():
+            what = "shards" if survey.by_shard else "objects"
+            share = self._share_of(node)
+            output.console.print(
+                f"node {node.address}: {survey.samples:,} {what}, share {share[0]}/{share[1]}", soft_wrap=True
+            )
+
+    def _count(self, node: Node, survey: Survey | None) -> NodeCounts:
+        """Return the sums of a node's slices."""
+        done = self._filled[node]
+        counts = NodeCounts(address=node.address, share=self._share_of(node), lost=self._lost.get(node))
+        for filled in done:
+            counts.add(filled)
+        counts.left = None
+        if survey is not None and not survey.by_shard:
+            counts.objects = survey.samples
+            counts.left = survey.samples - counts.stored - counts.skipped - counts.failed
+        if done:
+            counts.cache = done[-1].cache
+        return counts

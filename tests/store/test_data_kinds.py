@@ -1,0 +1,122 @@
+"""Every kind of data in `fastload warm`, `bench` and `plan`, found by its names or named by --from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.store.test_shapes import COUNT, copy_formats, photo, write_objects, write_parquet, write_tars
+from typer.testing import CliRunner
+
+import fastload
+from fastload.cli.app import app
+from fastload.cli.data_source import KINDS, find_kind
+
+TOKENS = ["--from", "tokens", "--dtype", "uint16", "--block", "100"]
+TABLE = ["--fields", "@image,label"]
+# kind, where it lies, its options; "parquet of paths" is a table although Parquet files have a kind too
+CASES = [
+    ("folder", "folder", []),
+    ("objects", "photos", []),
+    ("table", "table.csv", [*TABLE, "--files", "{root}"]),
+    ("tar", "tar", []),
+    ("parquet", "parquet", []),
+    ("mds", "mds-numbered", []),
+    ("litdata", "lit-numbered", []),
+    ("beton", "beton", []),
+    ("tokens", "tokens", TOKENS),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kinds")
+    write_objects(root)
+    write_tars(root)
+    write_parquet(root)
+    copy_formats(root)
+    for number in range(COUNT):
+        (root / "folder" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        (root / "folder" / "ab"[number % 2] / f"{number}.jpg").write_bytes(photo(number))
+    (root / "tokens").mkdir()
+    np.arange(100 * COUNT, dtype=np.uint16).tofile(root / "tokens" / "corpus.bin")
+    return root
+
+
+def run(*arguments: object, code: int = 0) -> Any:
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def options_of(root: Path, options: list[str]) -> list[str]:
+    return [option.format(root=root) for option in options]
+
+
+@pytest.mark.parametrize(("kind", "place", "options"), CASES, ids=[case[0] for case in CASES])
+def test_kind_is_found_warmed_and_measured(
+    kind: str, place: str, options: list[str], root: Path, tmp_path: Path
+) -> None:
+    if kind != "tokens":
+        assert find_kind(str(root / place), {}) == kind
+    arguments = [root / place, "--cache", tmp_path / "cache", "--mode", "raw", *options_of(root, options)]
+    for stored, skipped in ((COUNT, 0), (0, COUNT)):
+        document = run("warm", *arguments, "--num-workers", 0)
+        assert (document["settings"]["kind"], document["objects"]) == (kind, COUNT)
+        assert (document["stored"], document["skipped"], document["left"]) == (stored, skipped, 0)
+    measured = run("bench", *arguments, "--num-workers", 0, "--batch-size", 8, "--size", 16, "--epochs", 1)
+    assert (measured["settings"]["kind"], measured["settings"]["images"]) == (kind, COUNT)
+    assert measured["epochs"][0]["counters"]["cache.hits"] >= COUNT
+
+
+@pytest.mark.parametrize(("kind", "place", "options"), CASES[:-1], ids=[case[0] for case in CASES[:-1]])
+def test_plan_predicts_every_kind_of_images(kind: str, place: str, options: list[str], root: Path) -> None:
+    demand = ["--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 1000, "--objects", 16]
+    document = run("plan", root / place, *demand, *options_of(root, options))
+    assert document["settings"]["kind"] == kind
+    assert COUNT / 2 <= document["measured"]["objects"] <= COUNT * 2
+    assert {"auto", "raw", "shrunk", "decoded"} <= document["modes"].keys()
+
+
+def test_every_kind_has_a_case() -> None:
+    assert {case[0] for case in CASES} | {"tfrecord"} == set(KINDS), "tfrecord: tests of shard commands"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["warm", "{root}/table.csv"], "table needs --fields"),
+        (["warm", "{root}/tokens", "--from", "tokens", "--block", "8"], "tokens needs --dtype"),
+        (["warm", "{root}/folder", "--fields", "jpg"], "--fields is not for folder"),
+        (["warm", "{root}/tar", "--features", "image=bytes"], "--features is not for tar"),
+        (["warm", "{root}/tar", "--fields", "{{"], "is no JSON"),
+        (["warm", "{root}/tar", "--fields", "jpg?x"], "fields= has the leaf"),
+        (["bench", "{root}/tar", "--from", "zip"], "'zip' is not one of"),
+        (
+            ["plan", "{root}/tokens", *TOKENS, "--gpus", "1", "--gpu-rate", "1", "--size-limit", "1GB"],
+            "no image",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else value,
+)
+def test_options_that_do_not_fit_are_refused(
+    arguments: list[str], says: str, root: Path, tmp_path: Path
+) -> None:
+    cache = ["--cache", str(tmp_path / "cache")] if arguments[0] == "warm" else []
+    assert says in run(*options_of(root, arguments), *cache, code=2)["error"]["message"]
+
+
+def test_table_of_rows_reads_the_files_that_it_names(root: Path, tmp_path: Path) -> None:
+    files = ["--files", root]
+    run("warm", root / "table.csv", *TABLE, *files, "--cache", tmp_path / "cache", "--num-workers", 0)
+    dataset = fastload.TableDataset(
+        root / "table.csv",
+        (fastload.File("image"), "label"),
+        url=root,
+        transform=fastload.CenterCrop(16),
+        cache=tmp_path / "cache",
+    )
+    assert all(dataset.contains(number) for number in range(COUNT))
