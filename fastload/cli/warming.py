@@ -26,6 +26,7 @@ from fastload.cli.output import Output
 from fastload.cli.plan.prices import Prices
 from fastload.cli.warm_report import Failure, Filled, Held, NodeCounts, Quote, Settings, WarmReport, report_of
 from fastload.datasets.warm import ToRead
+from fastload.datasets.wrappers import view_of
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, StoreError, WorkerError
 from fastload.metrics.units import format_size, parse_size
@@ -158,11 +159,11 @@ class Tally:
 
 
 def _fill_slice(
-    target: Target, digests: tuple[str, str], share: tuple[int, int], part: slice, num_workers: int
+    target: Target, digests: tuple[str, str] | None, share: tuple[int, int], part: slice, num_workers: int
 ) -> Filled:
     """Fill the cache with a part of a node's share. `digests`: of the listing that was divided."""
     dataset, _ = target.open(_ANY_AGE)
-    if dataset.listed() != digests:
+    if view_of(dataset).listed() != digests:
         raise StoreError(
             f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
             "run the command again"
@@ -267,7 +268,7 @@ class Survey(NamedTuple):
     kind: str
     samples: int
     by_shard: bool
-    digests: tuple[str, str]
+    digests: tuple[str, str] | None
     left: ToRead
 
 
@@ -275,7 +276,7 @@ def _survey(target: Target, shard: tuple[int, int], listing_max_age: str) -> Sur
     """The first task of a node."""
     dataset, kind = target.open(listing_max_age)
     warming, _ = find_share(dataset, shard)
-    digests = dataset.listed()
+    digests = view_of(dataset).listed()
     return Survey(dataset.url, kind, len(warming.samples), warming.by_shard, digests, find_left(warming))
 
 

@@ -140,7 +140,7 @@ class BlackBox:
         loader: Any = self
         place = self._place_to_change("skip")
         running = place.epoch
-        chosen = running if epoch is None else whole_number("epoch", epoch)
+        chosen = running if epoch is None else whole_number("epoch", epoch, 0)
         if chosen < running:
             raise ArgumentError(f"epoch {chosen} is over: epoch {running} is the first that can be changed")
         numbers = sorted({whole_number("steps: a step", step, 0) for step in _as_list(steps)})

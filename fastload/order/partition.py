@@ -71,10 +71,11 @@ def node_shares(length: int, nodes: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     rows, tail = divmod(length, nodes)
     # All with dtype and device: the defaults are the training script's, and may differ between runs.
-    within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
-    first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
     shares = torch.arange(length, device="cpu")
-    shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
+    if rows:  # `nodes` may come from a hostile state: even an empty array of so many columns takes memory
+        within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
+        first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
+        shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
     shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
     return shares
 
@@ -92,7 +93,7 @@ def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Ten
     if nodes == 1:
         return _permutation(length, generator)
     order = node_shares(length, nodes)
-    for node in range(nodes):
+    for node in range(min(nodes, length)):
         share = order[node::nodes]
         order[node::nodes] = share[_permutation(len(share), generator)]
     rows = length // nodes

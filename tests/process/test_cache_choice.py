@@ -257,7 +257,7 @@ def test_workers_choose_for_themselves_and_one_of_them_speaks(
     logging.getLogger("fastload").addHandler(handler)
     logging.getLogger("fastload").setLevel(logging.INFO)
     try:
-        loader = DataLoader(dataset, 4, num_workers=2, multiprocessing_context="fork")
+        loader = DataLoader(dataset, 4, num_workers=2, multiprocessing_context="fork", processes=True)
         for _ in loader:
             pass
     finally:

@@ -169,7 +169,7 @@ class Consumer:
         grew = False
         for _ in range(samples):
             self.now += 0.1
-            self.budget.handed_out(MB)
+            self.budget.delivered(MB)
             grew |= waited > 0 and self.budget.grow(MB, 0.1 * waited)
         return grew
 
