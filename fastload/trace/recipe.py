@@ -30,7 +30,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length
+from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.failures import public_url
 from fastload.store.open import checked_options, open_store, options_from_file
@@ -339,7 +339,7 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
     if kind not in _SAMPLERS:
         return {"why": f"its sampler is a {kind.__qualname__}"}
     source: Any = sampler.dataset if hasattr(sampler, "dataset") else sampler.data_source
-    if source is not dataset and indexed_length(source) != indexed_length(dataset):
+    if source is not dataset and known_length(source) != known_length(dataset):
         return {"why": f"its {kind.__qualname__} is of another dataset"}
     if kind is SequentialSampler:
         return {"kind": "SequentialSampler"}
