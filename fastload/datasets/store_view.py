@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowReq
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.images.crop import RowJob
 from fastload.images.kernel import threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
 from fastload.store.budget import RequestBudget
@@ -29,6 +30,15 @@ from fastload.store.budget import RequestBudget
 # starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
 # the interpreter's code out of these, and Python then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
+
+
+class _Begun(NamedTuple):
+    """Rows that the kernel makes, and of each its record and the bytes of that."""
+
+    rows: NDArray[np.int64]
+    records: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    job: RowJob
 
 
 class StoreView(PlainView):
@@ -110,12 +120,20 @@ class StoreView(PlainView):
     def new_batch(self, n: int, allocate: Allocate) -> RowBatch | None:
         return self.dataset._builder.new_batch(n, allocate)
 
+    def begin(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> None:
+        begun = self._begin(batch, todo, seed, epoch)
+        if begun is not None:
+            batch.begun[self] = begun
+
     def fill(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         dataset = self.dataset
         errors: RowErrors = []
         most_rows, most_bytes = _CHUNK * max(1, threads()), _CHUNK_BYTES * max(1, threads())
         dataset.counters.add("decode.samples", len(todo))
-        todo = self._fill_from_cache(batch, todo, seed, epoch)
+        begun = batch.begun.pop(self, None) or self._begin(batch, todo, seed, epoch)
+        if begun is not None:
+            done = self._finish(batch, begun)
+            todo = [request for request in todo if request[0] not in done]
         builder = dataset._builder
         begun = 0
         while begun < len(todo):
@@ -154,32 +172,38 @@ class StoreView(PlainView):
                 keep(payload)
         return errors
 
-    def _fill_from_cache(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowRequests:
-        """Let the kernel make rows from records of the cache, all in one call; return what is left to do."""
+    def _begin(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> _Begun | None:
+        """Let the kernel begin the rows whose records the cache has, in one call; None where none are."""
         dataset, builder = self.dataset, self.dataset._builder
         crop = builder.kernel_crop(batch)
         if crop is None or dataset.cache is None:
-            return todo
+            return None
         rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]
         places = dataset.cache.locate(dataset._keys.get().of(records))
         here = places.here
         if not here.any():
-            return todo
+            return None
         images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
         seeds = sample_seeds(seed, epoch, records[here])
-        job = crop.begin_rows(images, rows[here], places.table, seeds, pixels=pixels, owner=places)
-        not_made, reading, decoding = job.finish()
-        made = ~np.isin(rows[here], not_made)
-        made_rows, made_records = rows[here][made].tolist(), records[here][made].tolist()
+        rows, records, lengths = rows[here], records[here], places.table["length"]
+        job = crop.begin_rows(images, rows, places.table, seeds, pixels=pixels, owner=places)
+        return _Begun(rows, records, lengths, job)
+
+    def _finish(self, batch: RowBatch, begun: _Begun) -> Set[int]:
+        """Wait for rows of the kernel; return those that it made."""
+        dataset, builder = self.dataset, self.dataset._builder
+        assert dataset.cache is not None  # the records are there
+        not_made, reading, decoding = begun.job.finish()
+        made = ~np.isin(begun.rows, not_made)
+        made_rows, made_records = begun.rows[made].tolist(), begun.records[made].tolist()
         builder.note_made(batch, made_rows, made_records)
         share = max(1, threads())  # of the process's time, like all that is counted there
         dataset.counters.merge({"cache.seconds": reading / share, "decode.seconds": decoding / share})
-        dataset.cache.count_hits(len(made_rows), int(places.table["length"][made].sum()))
+        dataset.cache.count_hits(len(made_rows), int(begun.lengths[made].sum()))
         prefetcher = dataset._prefetchers.peek()
         if prefetcher is not None:
             prefetcher.forget_made(made_records)
-        done = set(made_rows)
-        return [request for request in todo if request[0] not in done]
+        return set(made_rows)
 
     def sample(self, batch: RowBatch, row: int) -> Any:
         return self.dataset._builder.row(batch, row)

@@ -126,8 +126,18 @@ class BatchMaker(BatchSource):
             self._samples.cancel(index)
             self._ahead.cancel(index)
 
-    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+    def begin_batch(self, index: Any) -> Any | None:
+        indices = self._collation.indices(index)
+        batch = self._new_batch(len(indices), encoded=False)
+        if batch is not None:
+            self._rows.begin(batch, list(enumerate(indices)), *self._epoch)
+        return batch
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
         """Make the collated batch of `index`; with `encoded`, its images as `EncodedImages`.
+
+        Args:
+            begun: see `BatchSource.make_batch`.
 
         Raises:
             StreamOver: the stream has no more.
@@ -139,7 +149,7 @@ class BatchMaker(BatchSource):
             index, self._stream = self._streams.take(index)
         try:
             with self._threads or contextlib.nullcontext():
-                return self._make_batch(index, encoded)
+                return self._make_batch(index, encoded, begun)
         except StopIteration as error:
             self.cancel(index)
             # Left alone it would end the epoch silently: it means the end of an iterator.
@@ -148,9 +158,9 @@ class BatchMaker(BatchSource):
             self.cancel(index)
             raise
 
-    def _make_batch(self, index: Any, encoded: bool) -> Any:
+    def _make_batch(self, index: Any, encoded: bool, begun: Any | None) -> Any:
         indices, used_ahead = self._collation.indices(index), self._ahead.used()
-        batch = self._new_batch(len(indices), encoded)
+        batch = self._new_batch(len(indices), encoded) if begun is None else begun
         if batch is None:
             samples, settled = self._samples.read(index, indices, *self._epoch)
         else:

@@ -126,6 +126,16 @@ class SlotPool:
         """The trainer will not send this slot back: another process may read it."""
         del self._slots[slot_id]
 
+    def set_aside(self) -> list[_Slot]:
+        """Let another batch be the current one; return the slots of this one, for `resume`."""
+        slots, self._current = self._current, []
+        return slots
+
+    def resume(self, slots: list[_Slot]) -> None:
+        """Let the batch with these slots be the current one. There must be no other."""
+        assert not self._current
+        self._current = slots
+
     def abandon(self) -> None:
         """Forget the current batch; its slots are free again."""
         for slot in self._current:

@@ -149,8 +149,15 @@ class BatchSource:
         """Begin an epoch. Work of the one before was cancelled."""
         raise NotImplementedError
 
-    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+    def begin_batch(self, index: Any) -> Any | None:
+        """Let threads of the kernel begin a batch, which `make_batch` gets; None where they cannot."""
+        return None
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
         """Make the collated batch.
+
+        Args:
+            begun: what `begin_batch` returned for this index, in this epoch.
 
         Raises:
             StreamOver: an iterable dataset or the stream has no more.
@@ -234,7 +241,7 @@ class IterableSource(BatchSource):
             graph_settings.apply_random_seed(self._setup.dataset, rng)
         self._fetcher = self._new_fetcher()
 
-    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
         try:
             with self._counters.timed("decode"):
                 batch = self._fetcher.fetch(index)

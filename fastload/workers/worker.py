@@ -15,6 +15,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.random  # numpy itself imports it late: 12 ms in each worker before its first request
@@ -140,6 +141,7 @@ class _Worker:
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._kernel_threads = 0
+        self._begun: dict[int, tuple[Any, Any]] = {}  # sequence number -> (batch, its slots)
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
@@ -236,21 +238,57 @@ class _Worker:
             return
         for work in unwanted:
             self.source.cancel(work.index)
+            if self._take_begun(work) is not None:
+                self._slots.abandon()
         try:
             self.source.start_epoch(start)
         except Exception as error:
             self._epoch_failure = Failure.of(error)
 
+    def _begin(self, work: Work) -> Any | None:
+        """Let threads of the kernel begin this batch and the next one; return this one, if they do.
+
+        So they have work while this one is packed and sent. The next one takes a slot more, for which there
+        may be no room under a limit.
+        """
+        self._begin_one(work)
+        in_room = self._setup.memory_limit is None or self._made + 1 - self._consumed < self._memory.ahead
+        if self._work and in_room:
+            self._begin_one(self._work[0])
+        return self._take_begun(work)
+
+    def _begin_one(self, work: Work) -> None:
+        threaded = self._kernel_threads > 0 and not work.encoded
+        if self.source is None or not threaded or work.seq in self._begun or work.seq in self._refused:
+            return
+        try:
+            batch = self.source.begin_batch(work.index)
+        except Exception:  # `make_batch` raises it again, when that batch is due
+            self._slots.abandon()
+        else:
+            self._begun[work.seq] = batch, self._slots.set_aside()
+
+    def _take_begun(self, work: Work) -> Any | None:
+        """Return a batch that was begun, which becomes the current one of the slots; None: it was not."""
+        batch, slots = self._begun.pop(work.seq, (None, []))
+        self._slots.resume(slots)
+        return batch
+
     def _answer(self, work: Work) -> None:
-        """Make a batch and send it, packed into slots; or send its error."""
+        """Make a batch and send it, packed into slots; or send its error.
+
+        While it is packed and sent, the threads of the kernel have the next one to work on.
+        """
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
         before = after = witness = None
         source = self.source
         if failure is None and source is not None:
             try:
+                begun = self._begin(work)
                 before = source.state() if self._fresh else None
-                batch = source.make_batch(work.index, encoded=work.encoded)
+                batch = source.make_batch(work.index, encoded=work.encoded, begun=begun)
+                del begun
                 if self._last_known and not self._work:
                     self._flush_cache()
                 with self._counters.timed("collate"):
