@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from docutils import nodes
 from sphinx.util.typing import stringify_annotation
 
@@ -66,6 +67,11 @@ add_module_names = False
 # Nothing is fetched, so names of torch, numpy and Python are not links; ours are, or they are errors.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!fastload\b).*")]
+# Of arguments that fastload's own datasets give.
+nitpick_ignore = [
+    ("py:class", "fastload.cache.codecs.CacheCodec"),
+    ("py:class", "fastload.store.budget.RequestBudget"),
+]
 
 PUBLIC = {name: f"fastload.{name}" for name in fastload.__all__}
 PUBLIC |= {name: f"fastload.errors.{name}" for name in errors.__all__}
@@ -91,7 +97,7 @@ def _constructor_types(
     """Arguments of a class have the types of its constructor, where an attribute of that name has another."""
     if what == "class":
         types = app.env.current_document.autodoc_annotations.setdefault(name, {})
-        names = {public: getattr(fastload, public) for public in fastload.__all__}
+        names = {public: getattr(fastload, public) for public in fastload.__all__} | {"torch": torch}
         for argument, kind in get_type_hints(thing.__init__, localns=names).items():
             types[argument] = stringify_annotation(kind, "smart")
 

@@ -332,8 +332,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "limit": the slowest stage of the same epoch.
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
-            "workers": "kind" is "threads" (of the kernel, in one process), "processes", or "" (this process);
-                "count".
+            "workers": "kind" ("threads" of the kernel in a process, "processes", or "": this one), "count".
             "autoscale": the choice of num_workers="auto", with the reason; else "".
             "memory": with `memory_limit=`, bytes: "limit", and of workers "used" and "peak"; else empty.
             "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".

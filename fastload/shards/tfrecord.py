@@ -113,8 +113,8 @@ class TFRecordDataset(ShardDataset):
             "box?" may be absent: the value is None then, and its column in a batch always a list. In
             `transform={...}` a leaf has the name of its key in a dict, else of its first alternative. None: a
             dict of the features.
-        num_samples, cycle_length, block_length, shuffle_buffer, fingerprint, cache, index, compression,
-            storage_options, listing_max_age: see `TarDataset`.
+        num_samples, cycle_length, block_length, shuffle_buffer, fingerprint: see `TarDataset`.
+        cache, index, compression, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
