@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.store.test_shapes import COUNT, copy_formats, photo, write_objects, write_parquet, write_tars
 from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
 from fastload.cli.data_source import KINDS, find_kind
+from tests.kinds import COUNT, copy_format, photo, write_beton, write_parquet, write_table, write_tar
 
 TOKENS = ["--from", "tokens", "--dtype", "uint16", "--block", "100"]
 TABLE = ["--fields", "@image,label"]
@@ -34,10 +34,12 @@ CASES = [
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("kinds")
-    write_objects(root)
-    write_tars(root)
-    write_parquet(root)
-    copy_formats(root)
+    write_table(root, photo)
+    write_tar(root / "tar", photo)
+    write_parquet(root / "parquet", photo)
+    write_beton(root / "beton", photo)
+    for name in ("mds-numbered", "lit-numbered"):
+        copy_format(name)(root / name, photo)
     for number in range(COUNT):
         (root / "folder" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
         (root / "folder" / "ab"[number % 2] / f"{number}.jpg").write_bytes(photo(number))
