@@ -49,7 +49,3 @@ class KeyTable:
             self._known[record] = True
         keys = self._keys[records].tobytes()
         return [keys[start : start + KEY_SIZE] for start in range(0, len(keys), KEY_SIZE)]
-
-    def forget(self, record: int) -> None:
-        """Make the key of a record anew: its object has another version."""
-        self._known[record] = False

@@ -343,8 +343,11 @@ class SegmentFiles:
         Records whose segment cannot be opened, or whose entry is damaged, are left out as if they were not
         there: a read of such a record alone says what is wrong with it.
         """
-        here = np.fromiter((value is not None and len(value) == _ENTRY.size for value in packed), np.bool_)
-        joined = b"".join([value for value, known in zip(packed, here, strict=True) if value and known])
+        values = [value for value in packed if value is not None and len(value) == _ENTRY.size]
+        here = np.ones(len(packed), np.bool_)
+        if len(values) < len(packed):
+            here[:] = [value is not None and len(value) == _ENTRY.size for value in packed]
+        joined = b"".join(values)
         entries = np.frombuffer(joined, _ENTRY_FIELDS)
         numbers, segments = np.unique(entries["segment"], return_inverse=True)
         readers: list[SegmentReader] = []

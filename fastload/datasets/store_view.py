@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.cache import Cache
+from fastload.cache.segment import Places
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.payloads import keep
 from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests
@@ -22,7 +24,7 @@ from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
 from fastload.images.crop import RowJob
-from fastload.images.kernel import threads
+from fastload.images.kernel import active, threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
 from fastload.store.budget import RequestBudget
 
@@ -65,7 +67,7 @@ class StoreView(PlainView):
         return self.override is None and self.new_batch(1, ordinary_memory) is not None
 
     def prefetch(self, indices: list[Any]) -> None:
-        self.dataset.prefetch(indices)
+        self.dataset.prefetch(self._read_ahead(indices))
 
     def cancel(self, indices: list[Any]) -> None:
         self.dataset.cancel(indices)
@@ -114,6 +116,25 @@ class StoreView(PlainView):
 
     # --- rows straight into the batch
 
+    def _read_ahead(self, indices: list[Any]) -> list[Any]:
+        """Let the system read the records that threads of the kernel will need; return the other indices.
+
+        Such a record is not requested: `fill` looks for it again, and a request costs more than that.
+        """
+        cache = self.dataset.cache
+        if cache is None or not threads() or not self.made_by_kernel():
+            return indices
+        positions, records = _numbered(list(enumerate(indices)), len(self.dataset))  # type: ignore[arg-type]
+        places = self._locate(cache, records)
+        if not places.here.any():
+            return indices
+        active().read_ahead(places.table)
+        located = set(positions[places.here].tolist())
+        return [index for position, index in enumerate(indices) if position not in located]
+
+    def _locate(self, cache: Cache, records: NDArray[np.int64]) -> Places:
+        return cache.locate(self.dataset._keys.get().of(records))
+
     def form(self) -> Any:
         return self.dataset._builder.structure
 
@@ -133,7 +154,7 @@ class StoreView(PlainView):
         begun = batch.begun.pop(self, None) or self._begin(batch, todo, seed, epoch)
         if begun is not None:
             done = self._finish(batch, begun)
-            todo = [request for request in todo if request[0] not in done]
+            todo = [] if len(done) == len(todo) else [request for request in todo if request[0] not in done]
         builder = dataset._builder
         begun = 0
         while begun < len(todo):
@@ -179,7 +200,7 @@ class StoreView(PlainView):
         if crop is None or dataset.cache is None:
             return None
         rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]
-        places = dataset.cache.locate(dataset._keys.get().of(records))
+        places = self._locate(dataset.cache, records)
         here = places.here
         if not here.any():
             return None
@@ -194,15 +215,15 @@ class StoreView(PlainView):
         dataset, builder = self.dataset, self.dataset._builder
         assert dataset.cache is not None  # the records are there
         not_made, reading, decoding = begun.job.finish()
-        made = ~np.isin(begun.rows, not_made)
+        made: Any = ~np.isin(begun.rows, not_made) if not_made else slice(None)
         made_rows, made_records = begun.rows[made].tolist(), begun.records[made].tolist()
         builder.note_made(batch, made_rows, made_records)
         share = max(1, threads())  # of the process's time, like all that is counted there
         dataset.counters.merge({"cache.seconds": reading / share, "decode.seconds": decoding / share})
         dataset.cache.count_hits(len(made_rows), int(begun.lengths[made].sum()))
         prefetcher = dataset._prefetchers.peek()
-        if prefetcher is not None:
-            prefetcher.forget_made(made_records)
+        requested = 0 if prefetcher is None else prefetcher.forget_made(made_records)
+        dataset.counters.add("get.ahead", len(made_rows) if threads() else requested)  # see `_read_ahead`
         return set(made_rows)
 
     def sample(self, batch: RowBatch, row: int) -> Any:
@@ -239,13 +260,11 @@ class StoreView(PlainView):
 
 def _numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (rows, records) of the requests whose samples are among `count`."""
-    known = [
-        (row, index % count)
-        for row, index in todo
-        if isinstance(index, int | np.integer) and -count <= index < count
-    ]
-    rows, records = zip(*known, strict=True) if known else ((), ())
-    return np.array(rows, np.int64), np.array(records, np.int64)
+    if {type(index) for _, index in todo} != {int}:
+        todo = [(row, int(index)) for row, index in todo if isinstance(index, int | np.integer)]
+    rows, indices = np.array(todo, np.int64).reshape(-1, 2).T
+    known = (indices >= -count) & (indices < count)
+    return rows[known], indices[known] % count
 
 
 def _bytes_of(payload: Any) -> int:

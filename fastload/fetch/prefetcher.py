@@ -166,11 +166,11 @@ class Prefetcher:
             finally:
                 self._work.release()
 
-    def forget_made(self, indices: list[int]) -> None:
-        """Forget samples that were made without `get`, from the records of the cache. Counts those that were
-        requested."""
-        self._counters.add("get.ahead", sum(index in self._reads for index in indices))
-        self.cancel(indices)
+    def forget_made(self, indices: list[int]) -> int:
+        """Forget samples that were made without `get`, and return how many of them were requested."""
+        requested = [index for index in indices if index in self._reads]
+        self.cancel(requested)
+        return len(requested)
 
     def outstanding(self) -> Outstanding:
         """Return the samples that were requested and not delivered, and their requests."""
