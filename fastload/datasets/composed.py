@@ -98,10 +98,6 @@ class ChoosingView(View):
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         return self.parts[0].new_batch(n, allocate)
 
-    def begin(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> None:
-        for part, path, requests in _deal(todo, self.locate, []):
-            self.parts[part].begin(batch, requests, _seed_below(path, seed), epoch)
-
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: RowErrors = []
         for part, path, requests in _deal(todo, self.locate, errors):
@@ -296,10 +292,6 @@ class StackView(View):
         if any(batch is None for batch in batches):
             return None
         return batches if self._names is None else dict(zip(self._names, batches, strict=True))
-
-    def begin(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> None:
-        for number, (part, part_batch) in enumerate(self._with(batch)):
-            part.begin(part_batch, todo, _seed_below((number,), seed), epoch)
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: dict[int, Exception] = {}

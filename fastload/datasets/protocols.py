@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +24,9 @@ RowErrors = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
 
 # The reader for which `prefetch` reads ahead, any object: two iterations over one dataset are two readers.
 current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
+
+# Set while rows are filled by another thread than the one that wants them: whether it wants them no more.
+stopping: ContextVar[threading.Event | None] = ContextVar("stopping", default=None)
 
 Prefetches = list[tuple[Any, list[Any]]]  # (dataset, indices that it was told to prefetch)
 

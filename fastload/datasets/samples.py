@@ -86,7 +86,6 @@ class RowBatch:
         is_complete: all its columns are there before a row is.
         encoded: the column of the image is an `EncodedBatch`.
         odd: rows that have other fields than the batch.
-        begun: view -> the rows that the kernel makes for it.
     """
 
     def __init__(self, rows: int, allocate: Allocate) -> None:
@@ -99,7 +98,6 @@ class RowBatch:
         self.numbers: dict[str, tuple[type, Any]] = {}
         self.uneven: set[str] = set()
         self.odd: list[int] = []
-        self.begun: dict[Any, Any] = {}
         self.encoded = self.is_complete = False
 
 

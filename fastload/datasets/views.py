@@ -191,10 +191,6 @@ class View(ABC):
         """
         return None
 
-    def begin(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> None:
-        """Let the kernel begin the rows that it makes alone; `fill` follows, with the same arguments."""
-        return
-
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         """Write the samples into their rows. Returns the errors; the rows of these are undefined."""
         raise NotImplementedError

@@ -11,13 +11,15 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, CacheFilling, RowErrors, RowRequests
+from fastload.datasets.protocols import Allocate, CacheFilling, RowErrors, RowRequests, stopping
 from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
@@ -31,12 +33,15 @@ from fastload.workers.sample_threads import SampleThreads
 from fastload.workers.sources import (
     BatchCounters,
     BatchSource,
+    BegunBatch,
     IterableSource,
     StreamReader,
     TakeNext,
     dataset_state,
 )
 from fastload.workers.witness import Witnesses
+
+_FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
 
 def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
@@ -94,6 +99,7 @@ class BatchMaker(BatchSource):
             drop_last=setup.drop_last,
             cancel=self.cancel,
         )
+        self._fillers = ThreadPoolExecutor(_FILLERS, "fastload-fill")  # starts none before it is used
 
     def start_epoch(self, start: EpochStart) -> None:
         self._streams.start_epoch(streamed=start.streamed)
@@ -126,14 +132,25 @@ class BatchMaker(BatchSource):
             self._samples.cancel(index)
             self._ahead.cancel(index)
 
-    def begin_batch(self, index: Any) -> Any | None:
+    def begin_batch(self, index: Any) -> BegunBatch | None:
         indices = self._collation.indices(index)
-        batch = self._new_batch(len(indices), encoded=False)
-        if batch is not None:
-            self._rows.begin(batch, list(enumerate(indices)), *self._epoch)
-        return batch
+        batch, stop = self._new_batch(len(indices), encoded=False), threading.Event()
+        if batch is None:
+            return None
+        requests = list(enumerate(indices))
+        return BegunBatch(batch, self._fillers.submit(self._fill_until, stop, batch, requests), stop)
 
-    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
+    def end_batch(self, begun: BegunBatch) -> None:
+        begun.stop.set()
+        if not begun.errors.cancel():
+            wait([begun.errors])
+
+    def _fill_until(self, stop: threading.Event, batch: Any, requests: RowRequests) -> RowErrors:
+        """Fill rows in a thread of its own, until `stop` is set."""
+        stopping.set(stop)
+        return self._fill(batch, requests)
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
         """Make the collated batch of `index`; with `encoded`, its images as `EncodedImages`.
 
         Args:
@@ -156,18 +173,20 @@ class BatchMaker(BatchSource):
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
         except BaseException:  # Ctrl-C too: the announced rest of the batch will not be used
             self.cancel(index)
+            if begun is not None:
+                self.end_batch(begun)
             raise
 
-    def _make_batch(self, index: Any, encoded: bool, begun: Any | None) -> Any:
+    def _make_batch(self, index: Any, encoded: bool, begun: BegunBatch | None) -> Any:
         indices, used_ahead = self._collation.indices(index), self._ahead.used()
-        batch = self._new_batch(len(indices), encoded) if begun is None else begun
+        batch = self._new_batch(len(indices), encoded) if begun is None else begun.batch
         if batch is None:
             samples, settled = self._samples.read(index, indices, *self._epoch)
         else:
             self._samples.cancel(index)
-            settled = self._errors.settle(
-                indices, partial(self._fill, batch), partial(self._rows.copy_row, batch)
-            )
+            fill, copy = partial(self._fill, batch), partial(self._rows.copy_row, batch)
+            errors = fill(list(enumerate(indices))) if begun is None else begun.errors.result()
+            settled = self._errors.settle(indices, errors, fill, copy)
         self.witness = self._witnesses.of(settled, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):

@@ -50,15 +50,20 @@ class ErrorPolicy:
         self._epoch, self._indexed = (seed, epoch), indexed
 
     def settle(
-        self, indices: list[Any], fill: Callable[[RowRequests], RowErrors], copy: Callable[[int, int], None]
+        self,
+        indices: list[Any],
+        errors: RowErrors,
+        fill: Callable[[RowRequests], RowErrors],
+        copy: Callable[[int, int], None],
     ) -> list[Any]:
-        """Fill every row of a batch, with a substitute where its sample is bad.
+        """Put substitutes into the rows of bad samples.
 
         Returns:
             the sample that stands in each row.
 
         Args:
             indices: the sample of each row.
+            errors: of filling them.
             fill: fills some rows and returns the errors of those that failed.
             copy: (target, source) makes one row equal to another.
 
@@ -68,10 +73,7 @@ class ErrorPolicy:
         requests, used = list(enumerate(indices)), indices
         others: dict[int, Iterator[int]] = {}  # row -> its substitutes
         attempt = 0
-        while True:
-            errors = fill(requests)
-            if not errors:
-                return used
+        while errors:
             asked = dict(requests)
             for row, error in errors:
                 self._note(asked[row], error)
@@ -94,6 +96,8 @@ class ErrorPolicy:
             for row, index in requests:
                 used[row] = index
             attempt += 1
+            errors = fill(requests)
+        return used
 
     def _note(self, index: Any, error: Exception) -> None:
         """Count a bad sample, or raise its error."""

@@ -234,7 +234,8 @@ class SampleReader:
         def copy(target: int, source: int) -> None:
             parts[target] = parts[source]
 
-        settled = self._errors.settle(indices, partial(fill, parts), copy)
+        errors = fill(parts, list(enumerate(indices)))
+        settled = self._errors.settle(indices, errors, partial(fill, parts), copy)
         self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
         return [sample for part in parts for sample in part] if self._bulk else parts, settled
 

@@ -7,14 +7,16 @@ that of the process that reads it: a worker, or the trainer.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import graph_settings
 
-from fastload.datasets.protocols import SampleStream
+from fastload.datasets.protocols import RowErrors, SampleStream
 from fastload.datasets.wrappers import fastload_datasets, inner_datasets, view_of
 from fastload.metrics.counters import Counters
 from fastload.metrics.torch_private import IterableFetcher
@@ -136,6 +138,20 @@ class StreamReader:
             self._open.popitem()[1].close()
 
 
+class BegunBatch(NamedTuple):
+    """A batch whose rows another thread fills.
+
+    Attributes:
+        batch: as of `View.new_batch`.
+        errors: of its rows, once all are filled.
+        stop: set where nobody wants it any more.
+    """
+
+    batch: Any
+    errors: Future[RowErrors]
+    stop: threading.Event
+
+
 class BatchSource:
     """Makes the batches of one process. The methods that need not be written do nothing.
 
@@ -149,11 +165,14 @@ class BatchSource:
         """Begin an epoch. Work of the one before was cancelled."""
         raise NotImplementedError
 
-    def begin_batch(self, index: Any) -> Any | None:
-        """Let threads of the kernel begin a batch, which `make_batch` gets; None where they cannot."""
+    def begin_batch(self, index: Any) -> BegunBatch | None:
+        """Let another thread fill the rows of a batch, which `make_batch` gets; None where it cannot."""
         return None
 
-    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
+    def end_batch(self, begun: BegunBatch) -> None:
+        """Fill no more rows of a batch: nobody writes into its memory when this returns."""
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
         """Make the collated batch.
 
         Args:
@@ -241,7 +260,7 @@ class IterableSource(BatchSource):
             graph_settings.apply_random_seed(self._setup.dataset, rng)
         self._fetcher = self._new_fetcher()
 
-    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
         try:
             with self._counters.timed("decode"):
                 batch = self._fetcher.fetch(index)

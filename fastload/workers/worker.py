@@ -30,7 +30,7 @@ from fastload.workers.collate import collate_into
 from fastload.workers.memory_limit import WorkerMemory
 from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
-from fastload.workers.sources import BatchSource, StreamOver, load_dataset
+from fastload.workers.sources import BatchSource, BegunBatch, StreamOver, load_dataset
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -141,7 +141,7 @@ class _Worker:
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._kernel_threads = 0
-        self._begun: dict[int, tuple[Any, Any]] = {}  # sequence number -> (batch, its slots)
+        self._begun: dict[int, tuple[BegunBatch | None, Any]] = {}  # sequence number -> (batch, its slots)
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
@@ -238,18 +238,20 @@ class _Worker:
             return
         for work in unwanted:
             self.source.cancel(work.index)
-            if self._take_begun(work) is not None:
+            begun = self._take_begun(work)
+            if begun is not None:
+                self.source.end_batch(begun)
                 self._slots.abandon()
         try:
             self.source.start_epoch(start)
         except Exception as error:
             self._epoch_failure = Failure.of(error)
 
-    def _begin(self, work: Work) -> Any | None:
-        """Let threads of the kernel begin this batch and the next one; return this one, if they do.
+    def _begin(self, work: Work) -> BegunBatch | None:
+        """Let other threads fill this batch and the next one; return this one, if they do.
 
-        So they have work while this one is packed and sent. The next one takes a slot more, for which there
-        may be no room under a limit.
+        So the threads of the kernel have work while this one is packed and sent, and while it waits for a
+        sample. The next one takes a slot more, for which there may be no room under a limit.
         """
         self._begin_one(work)
         in_room = self._setup.memory_limit is None or self._made + 1 - self._consumed < self._memory.ahead
@@ -268,7 +270,7 @@ class _Worker:
         else:
             self._begun[work.seq] = batch, self._slots.set_aside()
 
-    def _take_begun(self, work: Work) -> Any | None:
+    def _take_begun(self, work: Work) -> BegunBatch | None:
         """Return a batch that was begun, which becomes the current one of the slots; None: it was not."""
         batch, slots = self._begun.pop(work.seq, (None, []))
         self._slots.resume(slots)
