@@ -28,7 +28,7 @@ from fastload.loader.argument_checks import (
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
-from fastload.loader.stages import kernel_threads
+from fastload.loader.stages import kernel_processes, kernel_threads
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler
@@ -380,13 +380,13 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
 
     def _settle_workers(self, auto: bool, prefetch_factor: int | None) -> None:
         """Find the upper limit of num_workers="auto", and refuse a memory limit that is too small."""
-        context, in_one_process = self.loader_context, bool(kernel_threads(self, self.loader_context))
-        if auto and not in_one_process:
+        context = self.loader_context
+        processes = kernel_processes(kernel_threads(self, context))
+        if auto and not processes:
             self.num_workers = most_workers(self.memory_limit, self.multiprocessing_context)
         if auto and not why_fixed(self.dataset):
             context.autoscaler = Autoscaler(self.num_workers, prefetch_factor)
-        workers = 1 if in_one_process else self.num_workers
-        MemoryLimit.of(self.memory_limit, workers, self.multiprocessing_context)
+        MemoryLimit.of(self.memory_limit, processes or self.num_workers, self.multiprocessing_context)
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder

@@ -69,8 +69,13 @@ def new_workers(
     return ThisProcess(setup, counters, bad, allocate)
 
 
+# In a first epoch Python's own work on a sample is a fifth to a half of its decoding, and one interpreter does
+# that for all threads of a process. With fewer they would wait less for it, and take more memory.
+_THREADS_OF_PROCESS = 8
+
+
 def kernel_threads(loader: Any, context: LoaderContext) -> int:
-    """Return how many threads of the kernel share the rows of a batch, in one worker process.
+    """Return how many threads of the kernel make rows, in all worker processes together.
 
     0: each of `num_workers` processes makes its own batches. So it is where code of the user's runs for a
     sample or a batch, and with shards and tables.
@@ -83,10 +88,15 @@ def kernel_threads(loader: Any, context: LoaderContext) -> int:
     return int(loader.num_workers) if by_kernel else 0
 
 
+def kernel_processes(threads: int) -> int:
+    """Return how many worker processes these threads of the kernel are spread over; 0 without any."""
+    return -(-threads // _THREADS_OF_PROCESS)
+
+
 def _setup(
     loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int], threads: int
 ) -> WorkerSetup:
-    workers, init = 1 if threads else loader.num_workers, loader.worker_init_fn
+    workers, init = kernel_processes(threads) or loader.num_workers, loader.worker_init_fn
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         init = functools.partial(shard_data_pipe, init, *part)
     return WorkerSetup(
@@ -102,7 +112,7 @@ def _setup(
         seeded=loader.seed is not None,
         logged=loader.sample_log is not None,
         threads=loader.threads,
-        kernel_threads=threads,
+        kernel_threads=-(-threads // max(1, workers)),
         batch_size=loader.batch_size or 1,
         memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
         positions=context.position.start.workers,

@@ -89,12 +89,12 @@ class WorkerProcesses(Workers):
         self._epoch: EpochStart | None = None  # the current one
         self._ahead = setup.prefetch_factor
         self.lanes = setup.num_workers
-        self.kernel_threads = start if setup.kernel_threads else 0
+        self._share_threads(start)
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
         try:
-            for worker_id in range(1 if self.kernel_threads else start):
+            for worker_id in range(setup.num_workers if self.kernel_threads else start):
                 self._workers.append(self._start(worker_id))
         except BaseException:
             self.close()
@@ -107,13 +107,17 @@ class WorkerProcesses(Workers):
     def scale(self, workers: int, ahead: int) -> None:
         self._ahead = ahead
         if self.kernel_threads:
-            self.kernel_threads = workers
+            self._share_threads(workers)
             return
         while len(self._workers) < workers:
             worker = self._start(len(self._workers))
             self._workers.append(worker)
             if self._epoch is not None:
                 self._send(worker, self._epoch)
+
+    def _share_threads(self, count: int) -> None:
+        """Let `count` threads of the kernel be busy, as many in each process."""
+        self.kernel_threads = -(-count // self._setup.num_workers) if self._setup.kernel_threads else 0
 
     def _start(self, worker_id: int) -> _Handle:
         ours, theirs = Channel.pair()

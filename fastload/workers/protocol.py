@@ -50,7 +50,7 @@ class WorkerSetup:
     seeded: bool
     logged: bool  # a sample log wants each row of a witness
     threads: int  # that make samples
-    kernel_threads: int  # that make the rows of a batch; 0: the worker's own
+    kernel_threads: int  # in a worker, that make the rows of a batch; 0: the worker's own
     batch_size: int
     memory_limit: MemoryLimit | None
     positions: list[WorkerState] | None  # where each worker resumes the dataset

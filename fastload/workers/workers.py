@@ -50,7 +50,8 @@ class Workers:
     Attributes:
         concurrent: batches are made while the consumer works.
         lanes: how many of them there may be: each makes batches in its own order.
-        kernel_threads: that share the rows of a batch; 0: the thread that makes a batch makes its rows.
+        kernel_threads: in a process, that share the rows of a batch; 0: the thread that makes a batch makes
+            its rows.
         processes: the worker processes, those that have ended too.
     """
 

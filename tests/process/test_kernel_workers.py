@@ -261,10 +261,17 @@ def test_a_killed_process_is_named(root: Path) -> None:
 
 
 def test_all_of_the_memory_limit_is_for_one_process(root: Path) -> None:
-    loader = DataLoader(images(root), 4, num_workers=16, memory_limit="120MB", multiprocessing_context="fork")
+    loader = DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", multiprocessing_context="fork")
     assert sum(len(labels) for _, labels in loader) == PHOTOS
-    with pytest.raises(ArgumentError, match="too little for 16 workers"):
-        DataLoader(images(root), 4, num_workers=16, memory_limit="120MB", processes=True)
+    with pytest.raises(ArgumentError, match="too little for 8 workers"):
+        DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", processes=True)
+
+
+@pytest.mark.parametrize(("threads", "processes"), [(8, 1), (9, 2), (20, 3)])
+def test_a_process_has_at_most_eight_threads(threads: int, processes: int, root: Path) -> None:
+    loader = DataLoader(images(root), 2, num_workers=threads, seed=1)
+    assert_same(batches_of(loader), batches_of(DataLoader(images(root), 2, seed=1)))
+    assert kind_of(loader) == ("threads", threads, processes)
 
 
 class Scripted:
