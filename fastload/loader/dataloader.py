@@ -211,6 +211,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
         self._settle_workers(auto, prefetch_factor)
+        if self.num_workers > 0:
+            self.check_worker_number_rationality()
         if not threads:
             warn_of_lone_reads(dataset)
         if drop_last:
@@ -230,6 +232,12 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         if self.num_workers > 0:
             self.check_worker_number_rationality()
         return LoaderIterator(self, self.loader_context)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn, as torch does, of more worker processes than cores; threads of the kernel are none."""
+        known = "loader_context" in self.__dict__  # not in torch's constructor, which calls this too early
+        if known and not kernel_threads(self, self.loader_context):
+            super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest iteration. It counts returned batches, not prefetched ones.

@@ -69,8 +69,8 @@ def new_workers(
     return ThisProcess(setup, counters, bad, allocate)
 
 
-# In a first epoch Python's own work on a sample is a fifth to a half of its decoding, and one interpreter does
-# that for all threads of a process. With fewer they would wait less for it, and take more memory.
+# Python's own work on a sample of a first epoch is a fifth to a half of its decoding, and one interpreter
+# does that for all threads of a process. With fewer they would wait less for it, and take more memory.
 _THREADS_OF_PROCESS = 8
 
 

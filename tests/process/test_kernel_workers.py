@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,14 @@ def test_all_of_the_memory_limit_is_for_one_process(root: Path) -> None:
     assert sum(len(labels) for _, labels in loader) == PHOTOS
     with pytest.raises(ArgumentError, match="too little for 8 workers"):
         DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", processes=True)
+
+
+def test_torch_warns_of_many_processes_and_not_of_threads(root: Path) -> None:
+    with pytest.warns(UserWarning, match="will create 999 worker processes"):
+        DataLoader(images(root), 4, num_workers=999, processes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(images(root), 4, num_workers=16)
 
 
 @pytest.mark.parametrize(("threads", "processes"), [(8, 1), (9, 2), (20, 3)])
