@@ -91,7 +91,7 @@ def write(folder: Path, objects: dict[str, bytes]) -> str:
 def dataset(kind: str, url: Any, **arguments: Any) -> Any:
     if kind == "tar":
         return fastload.TarDataset(url, **arguments)
-    return fastload.TFRecordDataset(url, arguments.pop("features", FEATURES), **arguments)
+    return fastload.TFRecordDataset(url, arguments.pop("fields", FEATURES), **arguments)
 
 
 def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:

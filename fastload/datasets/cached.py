@@ -9,8 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import check_index
-from fastload.datasets.fingerprint import describe
-from fastload.datasets.payloads import check_fingerprint
+from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
@@ -19,9 +18,7 @@ from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
 
 
-def cached(
-    dataset: Dataset[Any], cache: Cache | str | os.PathLike[str], fingerprint: str | None = None
-) -> CachedDataset:
+def cached(dataset: Dataset[Any], cache: Cache | str | os.PathLike[str]) -> CachedDataset:
     """Keep the samples of a deterministic map-style dataset in `cache`.
 
     Apply random augmentation after the cache; otherwise every epoch repeats the first one.
@@ -44,17 +41,17 @@ def cached(
 
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
-            lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
+            lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle, under
+            keys that describe all that the dataset holds: its class, the code of its methods, its length and
+            attributes, nested datasets and transforms, arrays and tensors by content. A path counts as text:
+            its file is not read. If it has an attribute `__fingerprint__`, a text, that stands for all of
+            it: the same text and index then mean the same sample.
         cache: a `Cache`, or the path of one. Its mode is part of the keys, no more, and "auto" is "raw"; only
             "dct" is refused.
-        fingerprint: text that identifies the samples: the same fingerprint and index mean the same sample.
-            Default: a description of all that the dataset holds: its class, the code of its methods, its
-            length and attributes, nested datasets and transforms, arrays and tensors by content. A path
-            counts as text: its file is not read.
 
     Raises:
         ArgumentError: the cache's mode is "dct"; the dataset has no length; or it holds an object that cannot
-            be described, such as an open file or a lock, and there is no fingerprint. When read: a sample
+            be described, such as an open file or a lock, and has no `__fingerprint__`. When read: a sample
             cannot be stored.
     """
     kept_in = as_cache(cache)
@@ -71,7 +68,7 @@ def cached(
         raise ArgumentError(
             f"dataset must be map-style (__getitem__ and __len__), found {type(dataset).__name__}"
         )
-    check_fingerprint(fingerprint)
+    fingerprint = own_text(dataset, "dataset")
     if fingerprint is None:
         fingerprint = f"{indexed_length(dataset)} {describe(dataset, 'dataset')}"
     return CachedDataset(dataset, kept_in, fingerprint)

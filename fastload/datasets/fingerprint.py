@@ -7,6 +7,9 @@
     arrays        dtype, shape and content; so are tensors
     containers    their items; a dict's order counts (a pipeline may depend on it), a set's does not
 
+A function, class or object may say itself what it does: an attribute `__fingerprint__` of its own, a text,
+stands for all of it. A class may have a method of this name, which returns what is described of an object.
+
 The text is the same in every process and run with the same Python version: it contains no identity, file name
 or line number. Files that a path names are not read, and nothing is called except an object's own
 `__reduce_ex__`. `inspect.getsource` was rejected: two lambdas on one line have the same source, and a
@@ -68,6 +71,23 @@ def describe(value: Any, name: str) -> str:
     return f"{_VERSION}-{description.digest().hex()}"
 
 
+def own_text(value: Any, name: str) -> str | None:
+    """Return the attribute `__fingerprint__` that a function, class or object has itself; None: it has none.
+
+    Args:
+        name: of its argument, for errors.
+
+    Raises:
+        ArgumentError: it is no text.
+    """
+    text = getattr(value, "__dict__", {}).get("__fingerprint__")
+    if isinstance(text, str):
+        return text
+    if text is None or isinstance(value, type):  # a method of a class is for its objects
+        return None
+    raise ArgumentError(f"{name}.__fingerprint__ must be a str, found {text!r}")
+
+
 class _Description:
     """A digest that values are added to, each by a unique series of bytes.
 
@@ -103,7 +123,11 @@ class _Description:
         else:
             self._seen[id(value)] = len(self._seen), value  # held, so that no other object has its id
             self._put(type(value).__name__)
-            _adder(value)(self, value, where)
+            text = own_text(value, where[2])
+            if text is None:
+                _adder(value)(self, value, where)
+            else:
+                self._put("fingerprint", text)
 
     def _add_members(self, value: Any, where: _Where, *names: str) -> None:
         for name in names:
@@ -221,7 +245,7 @@ class _Description:
         """As pickle would keep it, which knows the state of objects that have no `__dict__`."""
         self.add(type(value), (where, ".{}", "__class__"))
         content = getattr(type(value), "__fingerprint__", None)
-        if content is not None:  # what samples depend on, without what changes as they are read
+        if callable(content):  # what samples depend on, without what changes as they are read
             return self.add(content(value), where)
         try:
             registered = copyreg.dispatch_table.get(type(value))
@@ -261,7 +285,7 @@ class _Description:
 
 
 def _way_out(name: str) -> str:
-    return f"pass fingerprint=, a text that you change whenever {name} produces different samples"
+    return f"set {name}.__fingerprint__ to a text that you change whenever {name} makes other samples"
 
 
 def _is_plain(value: Any) -> bool:

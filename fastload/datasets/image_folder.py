@@ -106,8 +106,7 @@ class ImageFolder(ObjectDataset):
         self._allow_empty = allow_empty
         super().__init__(
             url,
-            None,
-            transform,
+            transform=transform,
             keys=keys,
             cache=cache,
             storage_options=storage_options,

@@ -72,15 +72,14 @@ class ObjectDataset(StoreDataset):
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
         decode: bytes -> object; deterministic. A function with a parameter `key` (without default) also gets
-            the object's key: `def decode(data, key)`. Default: none; `transform` gets the bytes.
+            the object's key: `def decode(data, key)`. Default: none; `transform` gets the bytes. Cache mode
+            "decoded" keeps its results under keys that describe all that it holds (its code, arguments,
+            closure, attributes, the globals it uses), or have its `__fingerprint__` instead, if it has one.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on the result of `decode`; or a `ByEpoch` of these.
         keys: the samples: keys of objects, relative to `url`, in this order; one may be there twice. A list,
             a numpy or Arrow array, or a column of a data frame. None: all objects below `url`, in the order
             of their keys.
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
-            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
-            closure, attributes, the globals it uses).
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
@@ -97,11 +96,10 @@ class ObjectDataset(StoreDataset):
     def __init__(
         self,
         url: str,
+        *,
         decode: Callable[..., Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
-        *,
         keys: Iterable[str] | None = None,
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
@@ -114,7 +112,7 @@ class ObjectDataset(StoreDataset):
         self.transform = transform
         kept_in = as_cache(cache)
         images = self._known_images(transform)
-        self._payloads = ObjectPayloads(kept_in, decode, fingerprint, images=images)
+        self._payloads = ObjectPayloads(kept_in, decode, images=images)
         self._payloads.check_transform(transform)
         self._store = open_store(url, **checked_options(storage_options))
         if kept_in is not None and self._store.holds(kept_in.path):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
-from fastload.datasets.fingerprint import describe
+from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.datasets.sample_fields import Fields
 from fastload.errors import ArgumentError, DecodeError
@@ -42,7 +42,6 @@ class ObjectPayloads:
     Args:
         cache: its mode decides; None is as "raw".
         decode: the dataset's own decode function, or None for images and plain bytes.
-        fingerprint: of the user, in place of a description of `decode`.
         images: how much is known of the objects as images that fastload decodes.
         kept: the images that are kept as they are, whatever the mode.
         layout: of a subclass: what else its results depend on.
@@ -59,19 +58,17 @@ class ObjectPayloads:
         self,
         cache: Cache | None,
         decode: Callable[..., Any] | None,
-        fingerprint: str | None = None,
         *,
         images: Images = Images.UNKNOWN,
         kept: KeptImages = NO_IMAGES,
         layout: tuple[str, ...] = (),
     ) -> None:
-        check_fingerprint(fingerprint)
         self.codec: CacheCodec = Raw() if cache is None else cache.codec.for_images(images)
         self._decode = decode
         self.asks_for_key = asks_for_key(decode)
         self._kept = kept
         self._check()
-        self.key = () if self.codec.keeps_bytes else (_VERSION, *layout, *_key_of(decode, fingerprint))
+        self.key = () if self.codec.keeps_bytes else (_VERSION, *layout, *_key_of(decode))
 
     def __fingerprint__(self) -> dict[str, Any]:
         """What samples depend on: the same for all modes that lose nothing. See `datasets.fingerprint`."""
@@ -186,7 +183,7 @@ class FilePayloads(ObjectPayloads):
     An object with an unknown extension, or with none, is an image if it begins like one, and bytes otherwise.
 
     Args:
-        cache, decode, fingerprint: as of `ObjectPayloads`.
+        cache, decode: as of `ObjectPayloads`.
         transform: the first one of the objects.
     """
 
@@ -196,13 +193,12 @@ class FilePayloads(ObjectPayloads):
         self,
         cache: Cache | None,
         decode: Callable[..., Any] | None,
-        fingerprint: str | None,
         transform: Callable[[Any], Any] | None,
     ) -> None:
         kept = images_kept(transform)
         known = Images.UNKNOWN if decode is not None or kept else known_images(transform)
         layout = ("kept",) if kept else ()
-        super().__init__(cache, decode, fingerprint, images=known, kept=kept, layout=layout)
+        super().__init__(cache, decode, images=known, kept=kept, layout=layout)
 
     def open(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
         """Return a `Picture`, or the value of an object that is none.
@@ -230,7 +226,7 @@ class RecordPayloads(ObjectPayloads):
     """The way of a record. Its fields are kept, with images as the mode says.
 
     Args:
-        cache, fingerprint: as of `ObjectPayloads`.
+        cache: as of `ObjectPayloads`.
         fields: splits records; None: a record is bytes.
         decode: of the user: the fields, or the bytes, -> object.
         transform: the first one of the dataset, which tells the masks among the images.
@@ -243,7 +239,6 @@ class RecordPayloads(ObjectPayloads):
         cache: Cache | None,
         fields: Fields | None,
         decode: Callable[[Any], Any] | None,
-        fingerprint: str | None,
         transform: Any = None,
     ) -> None:
         self._fields = fields
@@ -251,7 +246,7 @@ class RecordPayloads(ObjectPayloads):
         readable = fields is not None and decode is None and not fields.needs_files(transform)
         known = known_images(transform) if readable else Images.UNKNOWN
         layout = ("" if fields is None else fields.key, *((f"kept: {kept}",) if kept else ()))
-        super().__init__(cache, decode, fingerprint, images=known, kept=kept, layout=layout)
+        super().__init__(cache, decode, images=known, kept=kept, layout=layout)
 
     def check_transform(self, transform: Any) -> None:
         super().check_transform(transform)
@@ -272,7 +267,7 @@ class RecordPayloads(ObjectPayloads):
             )
         if self._decode is None and self._fields is None and not codec.keeps_bytes:
             raise ArgumentError(
-                f"cache mode {codec.mode!r} keeps {codec.records}: pass features= or decode=, or use 'raw'"
+                f"cache mode {codec.mode!r} keeps {codec.records}: pass fields= or decode=, or use 'raw'"
             )
 
     def _split(self, payload: Any) -> Any:
@@ -337,24 +332,15 @@ def asks_for_key(decode: Callable[..., Any] | None) -> bool:
     )
 
 
-def check_fingerprint(fingerprint: str | None) -> None:
-    """Refuse an argument that is no text.
-
-    Raises:
-        ArgumentError: it is neither a str nor None.
-    """
-    if not isinstance(fingerprint, str | None):
-        raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")
-
-
-def _key_of(decode: Callable[..., Any] | None, fingerprint: str | None) -> tuple[str, ...]:
+def _key_of(decode: Callable[..., Any] | None) -> tuple[str, ...]:
     """Return what tells the results of `decode` from those of another function, as parts of a key.
 
     Raises:
-        ArgumentError: `decode` holds what cannot be described, and there is no fingerprint.
+        ArgumentError: `decode` holds what cannot be described, and has no `__fingerprint__`.
     """
-    if fingerprint is not None:
-        return "fingerprint", fingerprint
+    text = own_text(decode, "decode")
+    if text is not None:
+        return "fingerprint", text
     return ("",) if decode is None else ("described", describe(decode, "decode"))
 
 

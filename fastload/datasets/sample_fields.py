@@ -225,7 +225,7 @@ class FieldTransforms:
         """
         if self.has_fused or isinstance(self.transform, Mapping):
             raise ArgumentError(
-                f"transform={self.transform!r} is for the fields of a sample: pass features= and no decode=, "
+                f"transform={self.transform!r} is for the fields of a sample: pass fields= and no decode=, "
                 "or a function of what decode returns"
             )
 

@@ -56,7 +56,7 @@ _LONGEST = 1000  # entries of a list
 def _is_kept(name: str, value: Any) -> bool:
     if name in _HELD or isinstance(value, str | int | float | type(None) | type | os.PathLike | np.dtype):
         return True
-    return name in ("url", "fields", "features", "filters", "classes") and (
+    return name in ("url", "fields", "filters", "classes") and (
         not hasattr(value, "__len__") or len(value) <= _LONGEST
     )
 

@@ -119,7 +119,7 @@ class TableDataset(StoreDataset):
             FileLeaf(
                 name,
                 leaf,
-                FilePayloads(kept_in, leaf.decode, leaf.fingerprint, transform_of(name, transform)),
+                FilePayloads(kept_in, leaf.decode, transform_of(name, transform)),
             )
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)

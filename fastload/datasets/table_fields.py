@@ -30,22 +30,17 @@ class File:
     Args:
         column: the column with the keys; or a pattern, with columns in braces.
         decode: bytes -> value; deterministic. With a parameter `key` it also gets the object's key.
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
-            of all that `decode` holds.
 
     Raises:
         ArgumentError: an argument is invalid.
     """
 
-    def __init__(
-        self, column: str, decode: Callable[..., Any] | None = None, *, fingerprint: str | None = None
-    ) -> None:
+    def __init__(self, column: str, *, decode: Callable[..., Any] | None = None) -> None:
         if not isinstance(column, str):
             raise ArgumentError(f"File takes the name of a column, found {column!r}")
         check_function("decode", decode)
         self.column = column
         self.decode = decode
-        self.fingerprint = fingerprint
         self._columns = [name for _, name in pattern_parts(column) if name is not None]
         if not self._columns:
             raise ArgumentError(f"File({column!r}) names no column: every sample would have the same object")

@@ -68,7 +68,7 @@ def hint(head: Any) -> str:
         name, reader = _READERS[kind]
         return f"; it is a {name}: read it with fastload.{reader}"
     if kind in _READ:
-        return f"; these are {kind} data: leave out compression=, and do not compress a shard twice"
+        return f"; these are {kind} data: decompress the file once and upload it again"
     return f"; it is compressed by {kind}, which is not read: write it plain or as gzip" if kind else ""
 
 

@@ -54,8 +54,8 @@ def check_resize(resize: Any) -> int | tuple[int, int] | None:
     return short
 
 
-def check_interpolation(interpolation: Any, antialias: Any = True) -> str:
-    """Check torchvision's two arguments about the resize, as far as they ask for one that is done here."""
+def check_interpolation(interpolation: Any) -> str:
+    """Check torchvision's argument about the resize, as far as it asks for one that is done here."""
     wanted = getattr(interpolation, "value", interpolation)  # InterpolationMode.BILINEAR, PIL's BILINEAR
     known = {"bilinear": "bilinear", 2: "bilinear", "nearest": "nearest", 0: "nearest"}
     if isinstance(wanted, bool) or not isinstance(wanted, int | str) or wanted not in known:
@@ -63,11 +63,6 @@ def check_interpolation(interpolation: Any, antialias: Any = True) -> str:
             f"interpolation must be 'bilinear' or 'nearest', found {interpolation!r}. For another one give "
             "a transform that is not fused: any callable on a PIL image, such as torchvision's "
             "RandomResizedCrop"
-        )
-    if antialias is not None and antialias is not True:
-        raise ArgumentError(
-            f"antialias must be True, found {antialias!r}: the resize is antialiased, as torchvision's of "
-            "PIL images always is. Leave the argument out"
         )
     return known[wanted]
 

@@ -116,6 +116,7 @@ class Crop(ABC):
     clamp: bool
     fills_rows = True
     draws = True
+    _max_pixels = MAX_PIXELS  # of an image; a larger one is refused before it is decoded
 
     def __init__(
         self,
@@ -124,16 +125,12 @@ class Crop(ABC):
         interpolation: str = "bilinear",
         channels: int = 3,
         channels_last: bool,
-        max_pixels: int,
         strict: bool,
     ) -> None:
         self.height, self.width = check_size(size)
         self.interpolation = interpolation
         self.channels = check_channels(channels)
         self.channels_last = channels_last
-        if not isinstance(max_pixels, int) or max_pixels < 1:
-            raise ArgumentError(f"max_pixels must be a positive integer, not {max_pixels!r}")
-        self.max_pixels = max_pixels
         self.strict = strict
 
     @property
@@ -293,11 +290,11 @@ class Crop(ABC):
         if hasattr(image, "convert"):  # a PIL image
             image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         if self.interpolation == "nearest":
-            source: Source = open_values(image, self.channels, self.max_pixels, self.strict)
+            source: Source = open_values(image, self.channels, self._max_pixels, self.strict)
             height, width = source.shape[:2]
         else:
             open_source = open_image if self.channels == 3 else open_grey
-            source, width, height = open_source(image, self.max_pixels, self.strict)
+            source, width, height = open_source(image, self._max_pixels, self.strict)
         if first is None or first == (width, height):
             return source, width, height, _noted(self.box_for(width, height, rng), rng)
         if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
@@ -354,7 +351,7 @@ class Crop(ABC):
         law = None if _notes.get() is not None else self.box_law
         if law is None:
             return RowJob(rows.tolist(), None)
-        options = pixels, self.channels_last, self.clamp, self.max_pixels, self.strict
+        options = pixels, self.channels_last, self.clamp, self._max_pixels, self.strict
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
@@ -367,7 +364,7 @@ class Crop(ABC):
         size = out.shape[1:3] if self.channels_last else out.shape[2:4]
         into = np.empty((len(out), 3, *size), np.uint8) if grey else out
         failures = active().crop_resize(
-            into, items, self.channels_last and not grey, self.clamp, self.max_pixels, self.strict
+            into, items, self.channels_last and not grey, self.clamp, self._max_pixels, self.strict
         )
         if grey:  # the kernel makes RGB of it, with three equal channels
             written = [item[0] for item in items]
@@ -416,7 +413,6 @@ class Crop(ABC):
         shown = f", interpolation={self.interpolation!r}" if self.interpolation != "bilinear" else ""
         shown += f", channels={self.channels}" if self.channels != 3 else ""
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
-        shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
 
 

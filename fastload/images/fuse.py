@@ -79,7 +79,6 @@ class Fused(Crop):
         super().__init__(
             (crop.height, crop.width),
             channels_last=planned.values is None,  # as a PIL image has them
-            max_pixels=crop.max_pixels,
             strict=crop.strict,
         )
         self._transform = transform

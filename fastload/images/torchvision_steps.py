@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_flip
 from fastload.images.crop import Crop, CropBox
-from fastload.images.decode import MAX_PIXELS, resized_size
+from fastload.images.decode import resized_size
 from fastload.images.rng import Rng
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
 
@@ -181,7 +181,7 @@ class _ShorterSide(Crop):
     draws = False
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, channels_last=False, max_pixels=MAX_PIXELS, strict=True)
+        super().__init__(size, channels_last=False, strict=True)
 
     @property
     def law(self) -> tuple[Any, ...]:
@@ -192,6 +192,8 @@ class _ShorterSide(Crop):
 
     def result_size(self, width: int, height: int) -> tuple[int, int]:
         width, height = resized_size(width, height, self.height)
-        if width * height > self.max_pixels:
-            raise DecodeError(f"{width} x {height} resized pixels are more than max_pixels={self.max_pixels}")
+        if width * height > self._max_pixels:
+            raise DecodeError(
+                f"{width} x {height} resized pixels are more than max_pixels={self._max_pixels}"
+            )
         return height, width

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_flip, check_interpolation, check_range, check_resize
 from fastload.images.crop import Crop, CropBox, Size
-from fastload.images.decode import MAX_PIXELS, resized_size
+from fastload.images.decode import resized_size
 from fastload.images.kernel import BoxLaw
 from fastload.images.masks import nearest
 from fastload.images.rng import Rng
@@ -40,16 +40,14 @@ class RandomResizedCrop(Crop):
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         scale: smallest and largest share of the area.
         ratio: smallest and largest width / height.
-        interpolation: "bilinear", or "nearest" for masks, which equals Pillow's to the bit and invents no
-            value. torchvision's InterpolationMode and Pillow's 2 and 0 are accepted as the same.
-        antialias: only True is supported; None means True, as in torchvision for PIL images.
         flip: probability of a horizontal flip, like a RandomHorizontalFlip(flip) after the crop. It is drawn
             after the box; 0 draws nothing.
+        interpolation: "bilinear", or "nearest" for masks, which equals Pillow's to the bit and invents no
+            value. torchvision's InterpolationMode and Pillow's 2 and 0 are accepted as the same.
         channels: 3, RGB; or 1, the image's own single channel of 8 bits, as it is: grey values, the indices
             into a palette (class numbers), 0 and 1 of a 1-bit image. An image in colour or of 16 bits is then
             a DecodeError.
         channels_last: (H, W, channels) instead of (channels, H, W).
-        max_pixels: larger images are refused before they are decoded.
         strict: a cut JPEG, or one whose damage the decoder notices, is an error (True) or served as far as it
             goes (False).
 
@@ -64,21 +62,18 @@ class RandomResizedCrop(Crop):
         size: int | Sequence[int],
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: Any = "bilinear",
-        antialias: bool | None = True,
         *,
         flip: float = 0.0,
+        interpolation: Any = "bilinear",
         channels: int = 3,
         channels_last: bool = False,
-        max_pixels: int = MAX_PIXELS,
         strict: bool = True,
     ) -> None:
         super().__init__(
             size,
-            interpolation=check_interpolation(interpolation, antialias),
+            interpolation=check_interpolation(interpolation),
             channels=channels,
             channels_last=channels_last,
-            max_pixels=max_pixels,
             strict=strict,
         )
         self.scale = check_range("scale", scale)
@@ -144,7 +139,7 @@ class CenterCrop(Crop):
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         resize: length of the image's shorter side before the crop; the longer one is rounded down. A pair is
             (height, width), whatever the image's proportions. None: the image keeps its size.
-        interpolation, channels, channels_last, max_pixels, strict: as in RandomResizedCrop.
+        interpolation, channels, channels_last, strict: as in RandomResizedCrop.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -161,7 +156,6 @@ class CenterCrop(Crop):
         interpolation: Any = "bilinear",
         channels: int = 3,
         channels_last: bool = False,
-        max_pixels: int = MAX_PIXELS,
         strict: bool = True,
     ) -> None:
         super().__init__(
@@ -169,7 +163,6 @@ class CenterCrop(Crop):
             interpolation=check_interpolation(interpolation),
             channels=channels,
             channels_last=channels_last,
-            max_pixels=max_pixels,
             strict=strict,
         )
         self.resize = check_resize(resize)

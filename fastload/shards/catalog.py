@@ -32,7 +32,6 @@ from fastload.store.manifest import Manifest
 _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
-_COMPRESSIONS = ("gzip", "zlib", "")
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 _GLOB = re.compile(r"[*?\[\]{}]")
@@ -44,7 +43,6 @@ class ShardList:
     Args:
         urls: see `shards.urls`.
         form: of the shards; it knows them below a prefix by their names.
-        compression: of all shards: "gzip", "zlib" or "" (none); None: by the first bytes of each.
         listings: those that are kept.
         storage_options: for `open_store`.
         in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
@@ -63,17 +61,11 @@ class ShardList:
         urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
         *,
-        compression: str | None,
         listings: Listings,
         storage_options: dict[str, Any],
         in_order: bool = False,
     ) -> None:
-        if compression is not None and compression not in _COMPRESSIONS:
-            raise ArgumentError(
-                f"compression must be one of {_COMPRESSIONS} or None (by their first bytes), "
-                f"found {compression!r}"
-            )
-        self._compressed = None if compression is None else bool(compression)
+        self._compressed = form.compressed
         self._listings = listings
         self._options = with_budget(storage_options)
         names, counts = _through_index(urls, self._options)
@@ -377,7 +369,6 @@ def list_shards(
     return ShardList(
         [f"{root}/{name}" for name in names],
         form,
-        compression="",  # the index of each says whether it is
         listings=listings,
         storage_options=storage_options,
         in_order=True,

@@ -85,7 +85,6 @@ class ShardDataset(StoreDataset):
         *,
         decode: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
-        fingerprint: str | None,
         cache: Cache | None,
         streams: StreamOptions = STREAMED,
         index: str | os.PathLike[str] | bool | None = False,
@@ -100,7 +99,7 @@ class ShardDataset(StoreDataset):
         self._fields = fields
         self.transform = transform
         self._form = form
-        self._payloads = RecordPayloads(cache, fields, decode, fingerprint, transform)
+        self._payloads = RecordPayloads(cache, fields, decode, transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)

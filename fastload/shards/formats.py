@@ -66,6 +66,8 @@ class ShardFormat:
         unwrap: the bytes of a whole record -> its payload. Raises DecodeError if it is none.
         read_fields: a payload -> its fields by name, encoded. None: they are known to a dataset only.
         index_files: those that lie beside shards; None: there are none.
+        compressed: whether files may be compressed as a whole; None: the first bytes of each say whether it
+            is. Where shards have an index of their own, it says so.
         in_order: whether records lie in a shard in the order of their numbers, so that it can be streamed.
         listed_in: the key that only its index.json has; "": it has none.
         writer: words for who writes such an index.json.
@@ -83,6 +85,7 @@ class ShardFormat:
     unwrap: Callable[[memoryview], memoryview] = _same
     read_fields: Callable[[memoryview], dict[str, Any]] | None = None
     index_files: IndexFiles | None = None
+    compressed: bool | None = False
     in_order: bool = True
     listed_in: str = ""
     writer: str = ""
@@ -145,6 +148,7 @@ TAR = ShardFormat(
     split=TarSplitter,
     read_fields=_tar_fields,
     index_files=IndexFiles(parse_wds_index, _tar_entry, wds_index),
+    compressed=None,
     listed_in="shardlist",
     writer="wids",
 )
@@ -163,6 +167,7 @@ TFRECORD = ShardFormat(
     unwrap=unframe,
     read_fields=_tfrecord_fields,
     index_files=IndexFiles(parse_tfrecord_index, _tfrecord_entry, tfrecord_index),
+    compressed=None,
 )
 PARQUET = ShardFormat(
     name="parquet",

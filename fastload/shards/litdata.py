@@ -107,8 +107,8 @@ class LitDataset(ShardDataset):
             from the dict of all leaves' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one leaf that is an image, or else the one of type bytes
             or file; a dict {leaf: function or fused transform}; or any callable on the sample.
-        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cycle_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle leaves of format pickle. A pickle can run any code of the author of the chunks.
 
     Raises:
@@ -122,13 +122,11 @@ class LitDataset(ShardDataset):
         self,
         url: str | os.PathLike[str],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
@@ -179,8 +177,7 @@ class LitDataset(ShardDataset):
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
             decode=decode,
             transform=transform,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             read_index=functools.partial(
                 index_shards, functools.partial(_read_index, counts, told.compression)

@@ -74,8 +74,8 @@ class MDSDataset(ShardDataset):
             from the dict of all columns' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one column of type jpeg or png, or else the one of type
             bytes; a dict {name in the sample: function or fused transform}; or any callable on the sample.
-        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cycle_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle columns of encoding pkl. A pickle can run any code of the author of the shards.
 
     Raises:
@@ -89,13 +89,11 @@ class MDSDataset(ShardDataset):
         self,
         url: str | os.PathLike[str],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
@@ -133,8 +131,7 @@ class MDSDataset(ShardDataset):
             ColumnFields(opened, split, _open_image, shape, decode, transform, encodings(), opens_files=True),
             decode=decode,
             transform=transform,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             read_index=functools.partial(index_shards, functools.partial(_read_index, listed)),
         )

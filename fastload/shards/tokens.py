@@ -113,7 +113,6 @@ class TokenDataset(StoreDataset):
         shards = ShardList(
             url,
             TOKENS,
-            compression="",
             listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )

@@ -39,7 +39,7 @@ _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a fal
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
 
 _CROPS: dict[str, Any] = {"RandomResizedCrop": RandomResizedCrop, "CenterCrop": CenterCrop}
-_SHARED = ("interpolation", "channels", "channels_last", "max_pixels", "strict")
+_SHARED = ("interpolation", "channels", "channels_last", "strict")
 _ARGUMENTS = {
     "RandomResizedCrop": ("scale", "ratio", "flip", *_SHARED),
     "CenterCrop": ("resize", *_SHARED),
@@ -59,7 +59,7 @@ _DATASETS = {
 }
 # Arguments that a state does not have, or has in another place; and those that no state may set.
 _LEFT_OUT = frozenset(
-    {"url", "keys", "decode", "target_transform", "fingerprint", "cache", "storage_options"}
+    {"url", "keys", "decode", "target_transform", "cache", "storage_options"}
     | {"listing_max_age", "allow_empty", "num_samples"}
 )
 _REFUSED = _LEFT_OUT | {"unsafe"}

@@ -342,7 +342,7 @@ class Own(ImageFolder):
         (ObjectDataset, CenterCrop(8), ()),
         (ImageFolder, CenterCrop(8, interpolation="nearest", channels=1), ("auto", "dct")),
         (ObjectDataset, len, ("auto", "dct")),
-        (lambda url, transform, cache: ObjectDataset(url, len, cache=cache), None, ("auto", "dct")),
+        (lambda url, transform, cache: ObjectDataset(url, decode=len, cache=cache), None, ("auto", "dct")),
         (Own, CenterCrop(8), ("auto",)),
     ],
 )

@@ -70,8 +70,19 @@ def test_second_epoch_makes_no_sample(tmp_path: Path, num_workers: int) -> None:
     dataset.close_cache()
 
 
+class Samples(list[Any]):
+    """A list that may have attributes."""
+
+
+def stated(dataset: Any, text: Any) -> Any:
+    """The dataset, which says itself what it is."""
+    dataset = Samples(dataset) if isinstance(dataset, list) else dataset
+    dataset.__fingerprint__ = text
+    return dataset
+
+
 def test_default_collate(tmp_path: Path) -> None:
-    pairs = cached([(torch.ones(2) * i, i) for i in range(6)], Cache(tmp_path / "cache"), fingerprint="pairs")  # type: ignore[arg-type]
+    pairs = cached(stated([(torch.ones(2) * i, i) for i in range(6)], "pairs"), Cache(tmp_path / "cache"))
     for _ in range(2):
         [[values, labels]] = list(DataLoader(pairs, 6, num_workers=1))
         assert torch.equal(values, torch.arange(6.0)[:, None].expand(6, 2)) and labels.tolist() == [*range(6)]
@@ -86,11 +97,11 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     assert cached(one, cache).fingerprint != cached(two, cache).fingerprint
     assert int(cached(one, cache)[3]["image"].max()) == 3
     assert int(cached(two, cache)[3]["image"].max()) == 6
-    stated = cached(one, cache, fingerprint="mine")
-    assert int(stated[5]["image"].max()) == 5
-    stated.flush_cache()
+    kept = cached(stated(one, "mine"), cache)
+    assert int(kept[5]["image"].max()) == 5
+    kept.flush_cache()
     # The wrong thing to state, and what it does: the fingerprint alone decides.
-    assert int(cached(two, cache, fingerprint="mine")[5]["image"].max()) == 5
+    assert int(cached(stated(two, "mine"), cache)[5]["image"].max()) == 5
     cache.close()
 
 
@@ -105,7 +116,7 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     ],
 )
 def test_samples_that_cannot_be_stored_are_refused(tmp_path: Path, sample: Any, words: str) -> None:
-    dataset = cached([sample], Cache(tmp_path / "cache"), fingerprint="x")  # type: ignore[arg-type]
+    dataset = cached(stated([sample], "x"), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=words) as caught:
         dataset[0]
     assert caught.value.key == 0
@@ -124,10 +135,12 @@ def test_arguments(tmp_path: Path) -> None:
         cached(Endless(), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=r"fastload\.Cache"):
         cached([1], None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"dataset\[1\] is a builtins.generator.* fingerprint"):
+    with pytest.raises(
+        ArgumentError, match=r"dataset\[1\] is a builtins.generator.* dataset.__fingerprint__"
+    ):
         cached([1, (i for i in range(3))], tmp_path / "cache")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="fingerprint"):
-        cached([1], Cache(tmp_path / "cache"), fingerprint=7)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"dataset\.__fingerprint__ must be a str, found 7"):
+        cached(stated([1], 7), Cache(tmp_path / "cache"))
 
 
 def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
@@ -154,7 +167,7 @@ def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
     """Verified bytes that `load` does not know, as another version may have left them."""
     cache = Cache(tmp_path / "cache")
     source = Nested(tmp_path / "log")
-    dataset = cached(source, cache, fingerprint="x")
+    dataset = cached(stated(source, "x"), cache)
     assert cache.write(cache.key("cached", "x", "4"), b"Z" * 100) and cache.flush()
     assert equal(dataset[4], Nested(tmp_path / "other")[4])
     assert source.made() == 1 and dataset.counters["cache.corrupt"] == 1
@@ -164,7 +177,7 @@ def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
 def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither written nor read: unpickling is made impossible, and a planted pickle is never opened."""
     source = Nested(tmp_path / "log")
-    dataset = cached(source, Cache(tmp_path / "cache"), fingerprint="x")
+    dataset = cached(stated(source, "x"), Cache(tmp_path / "cache"))
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickle was used")

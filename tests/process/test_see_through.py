@@ -354,7 +354,7 @@ class OwnMap(MapDataset):
 def test_dataset_inside_cached_is_read_ahead_until_the_cache_has_its_samples(
     opened: Any, tmp_path: Path, workers: int
 ) -> None:
-    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache", fingerprint="photos")
+    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache")
     loader: Any = DataLoader(kept, 4, num_workers=workers)
     first, second = ([told(batch) for batch in loader] for _ in range(2))
     assert first == second

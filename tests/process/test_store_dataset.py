@@ -38,7 +38,7 @@ class KeepsItsState(ObjectDataset):
 
 
 def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
-    dataset = ObjectDataset(str(folder), len, str)
+    dataset = ObjectDataset(str(folder), decode=len, transform=str)
     assert dataset[2] == "100" and bytes(dataset.payload(2)) == bytes([2]) * 100
     assert bytes(dataset.payload(-1)) == bytes([N - 1]) * 100
     with pytest.raises(IndexError):

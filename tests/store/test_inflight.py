@@ -166,7 +166,7 @@ class Bucket:
         self.digests = sorted(hashlib.md5(path.read_bytes()).hexdigest() for path in root.rglob("*.jpg"))
 
     def run(self, cache: Cache, **options: Any) -> DataLoader[Any]:
-        dataset = ObjectDataset("s3://photos", digest, cache=cache, storage_options=self.options)
+        dataset = ObjectDataset("s3://photos", decode=digest, cache=cache, storage_options=self.options)
         return DataLoader(dataset, 8, num_workers=1, collate_fn=list, **options)
 
 
@@ -239,7 +239,9 @@ def test_the_other_run_is_killed(bucket: Bucket, tmp_path: Path) -> None:
 
 def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     """A process that holds locks and does nothing is waited for, but not for long."""
-    dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
+    dataset = ObjectDataset(
+        "s3://photos", decode=digest, cache=Cache(tmp_path), storage_options=bucket.options
+    )
     fd = _opened(tmp_path)
     held = InflightLocks(fd)
     assert all(held.lock(dataset.cache_key(i)) for i in range(50))

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
-from fastload.errors import ArgumentError, DecodeError
 from tests.sharddata import (
     COUNTS,
     CROP,
@@ -117,19 +116,6 @@ def test_index_beside_a_plain_shard_called_gz_is_used(kind: str, tmp_path: Path,
     data, places = shard(kind, range(9))
     url = write(tmp_path, {f"x.{kind}.gz": data, f"x.{kind}.gz.idx": places})
     assert at_random(opened(kind, url))[LABEL[kind]].tolist() == list(range(9))
-
-
-@pytest.mark.parametrize("compression", ["gzip", ""])
-def test_compression_that_is_given_holds_against_the_bytes(
-    kind: str, compression: str, tmp_path: Path, opened: Any
-) -> None:
-    data, _ = shard(kind, range(9))
-    url = write(tmp_path, {f"x.{kind}": data if compression else gzip.compress(data)})
-    says = "cannot be decompressed" if compression else "these are gzip data: leave out compression="
-    with pytest.raises(DecodeError, match=says):
-        read(opened(kind, url, compression=compression))
-    with pytest.raises(ArgumentError, match="by their first bytes"):
-        opened(kind, url, compression="xz")
 
 
 @pytest.mark.parametrize("writer", WRITERS)

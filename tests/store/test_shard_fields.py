@@ -145,9 +145,9 @@ def test_transforms_by_field(tmp_path: Path) -> None:
         read(closing(fastload.TarDataset(str(tmp_path), transform=CROP)), workers=1)
     with pytest.raises(DecodeError, match="has no 'png'"):
         read(closing(fastload.TarDataset(str(tmp_path), transform={"png": CROP})), workers=1)
-    with pytest.raises(ArgumentError, match="pass features="):
+    with pytest.raises(ArgumentError, match="pass fields="):
         fastload.TFRecordDataset(write(tmp_path / "t", shards("tfrecord")), transform=CROP)
-    with pytest.raises(ArgumentError, match="write features="):
+    with pytest.raises(ArgumentError, match="write fields="):
         fastload.TFRecordDataset(str(tmp_path / "t"), {"image": str}, transform={"image": CROP})
 
 

@@ -102,7 +102,6 @@ def test_a_state_goes_on_with_the_very_next_record(
     arguments: dict[str, Any] = {
         "transform": CROP,
         "cycle_length": 3,
-        "block_length": 2,
         "shuffle_buffer": 40,
     }
     if cached:

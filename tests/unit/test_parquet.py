@@ -88,12 +88,12 @@ def test_fused_transform_writes_batches_as_torch_collates_them(url: str) -> None
 
 def test_decode_of_a_column_gets_its_value(url: str) -> None:
     decode = {"image": len, "name": str.upper}
-    data = closing(ParquetDataset(url, ("image", "name"), decode))
+    data = closing(ParquetDataset(url, ("image", "name"), decode=decode))
     assert data[3] == (len(jpeg(3)), "N3")
 
 
 def test_decode_of_the_row_gets_encoded_fields(url: str) -> None:
-    data = closing(ParquetDataset(url, ("image", "label"), lambda row: (row["label"], row["image"])))
+    data = closing(ParquetDataset(url, ("image", "label"), decode=lambda row: (row["label"], row["image"])))
     assert data[3] == (3, jpeg(3))
 
 
@@ -129,7 +129,7 @@ def test_null_is_none_for_text_and_an_error_for_numbers(tmp_path: Path) -> None:
     assert closing(ParquetDataset(data.url, "text"))[1] is None
     with pytest.raises(DecodeError, match="column 'v' has a null in its list"):
         closing(ParquetDataset(data.url, "v"))[1]
-    zero = closing(ParquetDataset(data.url, "n", {"n": lambda value: value or 0}))
+    zero = closing(ParquetDataset(data.url, "n", decode={"n": lambda value: value or 0}))
     assert [zero[0], zero[1]] == [1, 0]
 
 
