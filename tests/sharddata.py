@@ -117,10 +117,12 @@ def read(
     """All batches of one epoch, over all ranks and their streams."""
     found = []
     for rank in range(ranks):
-        states = data.plan_streams(workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+        states = data._streams().plan_streams(
+            workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks
+        )
         assert len(states) == workers
         for state in states:
-            stream = data.open_stream(json.loads(json.dumps(state)))
+            stream = streams.open_stream(json.loads(json.dumps(state)))
             found += batches(data, stream, epoch=epoch)
             stream.close()
     return found

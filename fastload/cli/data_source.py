@@ -316,7 +316,7 @@ def open_encoded(url: str, kind: str, options: SourceOptions, **arguments: Any) 
 
 def encoded_image(dataset: Any, index: int) -> bytes | None:
     """Return the first image of a sample of `open_encoded`; None: it has none."""
-    payload = dataset.payload(index)
+    payload = dataset._payload(index)
     parts = payload if isinstance(payload, list) else [payload]  # a row of a table has one for each file
     if not any(map(_is_encoded, parts)):
         parts = _values(dataset[index])
@@ -330,6 +330,7 @@ def _open_shards(
     import fastload
     from fastload.datasets.file_kinds import IMAGES
     from fastload.metrics.units import format_size
+    from fastload.order.sampler import indexed_length
 
     listed = {name: arguments[name] for name in ("cache", "storage_options")}
     first = first_records(list_shards(kind, url, **listed), kind)
@@ -343,7 +344,7 @@ def _open_shards(
     shards = dataset.shards()
     total = sum(shards[number].size for number in range(len(shards)))
     try:
-        images, about = dataset.indexed_length(), ""
+        images, about = indexed_length(dataset), ""
     except TypeError:
         images, about = max(1, round(total / first.record_bytes)), "about "
     where = f"{len(shards):,} {kind} shards of {format_size(total)}"

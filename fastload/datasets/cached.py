@@ -118,15 +118,15 @@ class CachedDataset(Dataset[Any]):
     def _key(self, index: int) -> bytes:
         return self.cache.key("cached", self.fingerprint, str(index))
 
-    def cache_keys(self, index: int) -> list[bytes]:
+    def _cache_keys(self, index: int) -> list[bytes]:
         """The key under which the cache has a sample, as of a `StoreDataset`."""
         return [self._key(self._checked(index))]
 
-    def flush_cache(self) -> None:
-        """Wait until all samples that were read are in the cache, for other processes too."""
+    def _flush_cache(self) -> None:
+        """See `CacheFilling`."""
         self.cache.flush()
 
-    def close_cache(self) -> None:
+    def close(self) -> None:
         """Write the cache and close it; the next access opens it again."""
         self.cache.close()
 

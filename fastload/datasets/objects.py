@@ -23,7 +23,6 @@ from fastload.fetch.reads import ObjectSource
 from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
-from fastload.store.base import Store
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
@@ -121,7 +120,6 @@ class ObjectDataset(StoreDataset):
                 "give a directory outside it"
             )
         chosen = None if keys is None else as_keys(keys)
-        self.keys_given = chosen is not None
         self._listings = Listings.of(kept_in, listing_max_age)
         self._manifest = self._list(chosen)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
@@ -133,10 +131,6 @@ class ObjectDataset(StoreDataset):
     def __repr__(self) -> str:
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         return f"{type(self).__name__}({self._store.url!r}, {len(self):,} samples{cache})"
-
-    def store(self) -> Store:
-        """The opened `url`."""
-        return self._store
 
     def listing(self) -> Manifest:
         """The objects as they were listed: key, size and version of each sample."""

@@ -50,11 +50,11 @@ def note_prefetch(dataset: Any, indices: list[Any]) -> None:
 class CacheFilling(Protocol):
     """A dataset that fills a cache in the background."""
 
-    def flush_cache(self) -> None:
+    def _flush_cache(self) -> None:
         """Wait until all samples that were read are in the cache, for other processes too."""
 
-    def close_cache(self) -> None:
-        """Flush, and close this process's part of the cache and the store."""
+    def close(self) -> None:
+        """Write, and close this process's part of the cache and the store."""
 
 
 class SampleStream(Protocol):

@@ -29,11 +29,7 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
-from fastload.datasets.protocols import (
-    current_reader,
-    note_prefetch,
-    overriding_method,
-)
+from fastload.datasets.protocols import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
@@ -153,32 +149,14 @@ class StoreDataset(Dataset[Any]):
         """
         return None
 
-    def payload(self, index: int) -> Any:
-        """The bytes of a sample as the cache keeps them, before `decode` and `transform`.
-
-        It raises what `dataset[index]` raises.
-        """
-        return settled([self._get(self._record(index))])[0]
-
-    def cache_key(self, index: int) -> bytes:
-        """The key under which the cache has a sample; of several objects, the first one.
+    def contains(self, index: int) -> bool:
+        """Return whether the cache has all of a sample. It does not count as a miss.
 
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        return self.cache_keys(index)[0]
-
-    def cache_keys(self, index: int) -> list[bytes]:
-        """The keys of all that the cache has of a sample: of each object of a `TableDataset`. Raises as
-        `cache_key`."""
-        if self.cache is None:
-            raise ArgumentError("the dataset has no cache: give it one with cache=")
-        return [self._cache_key(item) for item in self._objects(self._record(index))]
-
-    def contains(self, index: int) -> bool:
-        """Whether the cache has all of a sample. Does not count as a miss. Raises as `cache_key`."""
-        keys = self.cache_keys(index)
-        assert self.cache is not None  # `cache_keys` says so
+        keys = self._cache_keys(index)
+        assert self.cache is not None  # `_cache_keys` says so
         return all(map(self.cache.has, keys))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
@@ -199,11 +177,6 @@ class StoreDataset(Dataset[Any]):
         count = self._objects_of_sample
         return outcomes if count == 1 else (item._replace(sample=item.sample // count) for item in outcomes)
 
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
-        objects = (item for index in indices for item in self._objects(self._record(index)))
-        return find_missing(objects, self._cache_to_fill(), self._source())
-
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
         indices = list(indices)
@@ -212,32 +185,53 @@ class StoreDataset(Dataset[Any]):
             note_prefetch(self, indices)
             self._prefetchers.get().request(objects, current_reader.get())
 
-    def cancel(self, indices: Iterable[int]) -> None:
-        """These prefetched samples will not be used."""
-        prefetcher = self._prefetchers.peek()
-        if prefetcher is not None:  # else nothing is under way
-            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
-
-    def outstanding(self) -> int:
-        """How many samples this process has read ahead, or is reading, that were not used yet."""
-        prefetcher = self._prefetchers.peek()
-        return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
-
-    def flush_cache(self) -> None:
-        """Wait until all samples that were read are in the cache, for other processes too."""
-        if self.cache is not None:
-            self.cache.flush()
-            self.counters.merge(self.cache.counters.drain())
-
-    def close_cache(self) -> None:
-        """Flush, and close this process's part of the cache and the store: as `close`."""
-        self.close()
-
     def close(self) -> None:
         """End this process's reader threads; write and close the cache. The next access opens it again."""
         prefetcher = self._prefetchers.drop()
         if prefetcher is not None:
             prefetcher.close()
+
+    # --- for the engine and the command line
+
+    def _payload(self, index: int) -> Any:
+        """Return the bytes of a sample as the cache keeps them; it raises what `dataset[index]` raises."""
+        return settled([self._get(self._record(index))])[0]
+
+    def _cache_keys(self, index: int) -> list[bytes]:
+        """Return the keys of all that the cache has of a sample: of each object of a `TableDataset`.
+
+        Raises:
+            ArgumentError: the dataset has no cache.
+        """
+        if self.cache is None:
+            raise ArgumentError("the dataset has no cache: give it one with cache=")
+        return [self._cache_key(item) for item in self._objects(self._record(index))]
+
+    def _left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """Return what `warm` has to read for these samples. Raises as `warm`."""
+        objects = (item for index in indices for item in self._objects(self._record(index)))
+        return find_missing(objects, self._cache_to_fill(), self._source())
+
+    def _cancel(self, indices: Iterable[int]) -> None:
+        """Drop prefetched samples that will not be used."""
+        prefetcher = self._prefetchers.peek()
+        if prefetcher is not None:  # else nothing is under way
+            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
+
+    def _outstanding(self) -> int:
+        """Return how many samples this process has read ahead, or is reading, that were not used yet."""
+        prefetcher = self._prefetchers.peek()
+        return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
+
+    def _flush_cache(self) -> None:
+        """See `CacheFilling`."""
+        if self.cache is not None:
+            self.cache.flush()
+            self.counters.merge(self.cache.counters.drain())
+
+    def _streams(self) -> StreamDataset | None:
+        """Return what reads it as streams while it is not indexed; None: it has an index from the start."""
+        return None
 
     # --- a layout supplies
 

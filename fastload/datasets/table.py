@@ -183,8 +183,7 @@ class TableDataset(StoreDataset):
         """The key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
         return super().key(index)
 
-    def payload(self, index: int) -> list[Any]:
-        """The bytes of a sample's objects as the cache keeps them. It raises what `dataset[index]` raises."""
+    def _payload(self, index: int) -> list[Any]:
         return settled(self._get(self._record(index)))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:

@@ -30,7 +30,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
+from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.failures import public_url
 from fastload.store.open import checked_options, open_store, options_from_file
@@ -402,7 +402,7 @@ def _open_dataset(
         arguments["allow_empty"] = True
     try:
         dataset = kind(url=where, storage_options=dict(options) or None, **arguments)
-        known = dataset.indexed_length() if hasattr(dataset, "indexed_length") else len(dataset)
+        known = indexed_length(dataset)
     except (FastloadError, TypeError) as error:
         held = made["withheld"]
         hint = (

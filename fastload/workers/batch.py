@@ -238,13 +238,13 @@ class BatchMaker(BatchSource):
     def flush_cache(self) -> None:
         for dataset in self._datasets:
             if isinstance(dataset, CacheFilling):
-                dataset.flush_cache()
+                dataset._flush_cache()
 
     def close_cache(self) -> None:
         self._close_threads()
         for dataset in self._datasets:
             if isinstance(dataset, CacheFilling):
-                dataset.close_cache()
+                dataset.close()
 
     def end_iteration(self) -> None:
         self._close_threads()

@@ -67,7 +67,7 @@ def test_second_epoch_makes_no_sample(tmp_path: Path, num_workers: int) -> None:
         samples = sorted((s for batch in loader for s in batch), key=lambda s: s["meta"][1])
         assert all(map(equal, samples, expected))
         assert source.made() == N, f"epoch {epoch} made samples anew"
-    dataset.close_cache()
+    dataset.close()
 
 
 class Samples(list[Any]):
@@ -86,7 +86,7 @@ def test_default_collate(tmp_path: Path) -> None:
     for _ in range(2):
         [[values, labels]] = list(DataLoader(pairs, 6, num_workers=1))
         assert torch.equal(values, torch.arange(6.0)[:, None].expand(6, 2)) and labels.tolist() == [*range(6)]
-    pairs.close_cache()
+    pairs.close()
 
 
 def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     assert int(cached(two, cache)[3]["image"].max()) == 6
     kept = cached(stated(one, "mine"), cache)
     assert int(kept[5]["image"].max()) == 5
-    kept.flush_cache()
+    kept._flush_cache()
     # The wrong thing to state, and what it does: the fingerprint alone decides.
     assert int(cached(stated(two, "mine"), cache)[5]["image"].max()) == 5
     cache.close()
@@ -120,7 +120,7 @@ def test_samples_that_cannot_be_stored_are_refused(tmp_path: Path, sample: Any, 
     with pytest.raises(ArgumentError, match=words) as caught:
         dataset[0]
     assert caught.value.key == 0
-    dataset.close_cache()
+    dataset.close()
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
     dataset = cached(source, Cache(tmp_path / "cache"))
     for i in range(N):
         dataset[i]
-    dataset.close_cache()
+    dataset.close()
     [segment] = (tmp_path / "cache").rglob("*.seg")
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
@@ -157,10 +157,10 @@ def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
     assert all(equal(dataset[i], expected[i]) for i in range(N))
     assert source.made() == N + 1
     assert dataset.counters["cache.corrupt"] == 1
-    dataset.close_cache()
+    dataset.close()
     assert all(equal(dataset[i], expected[i]) for i in range(N))
     assert source.made() == N + 1
-    dataset.close_cache()
+    dataset.close()
 
 
 def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         for i in range(N):
             dataset[i]
-        dataset.flush_cache()
+        dataset._flush_cache()
     assert source.made() == N
-    dataset.close_cache()
+    dataset.close()
 
 
 @pytest.mark.stress

@@ -228,7 +228,7 @@ def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers:
     dataset: Any = cached(Work(12, 0.0), Cache(tmp_path / "cache"))
     loader = DataLoader(Subset(dataset, range(12)) if subset else dataset, 3, num_workers=num_workers)
     first, second = epoch(loader)["counters"], epoch(loader)["counters"]
-    dataset.close_cache()
+    dataset.close()
     assert (first["cache.misses"], first.get("cache.hits", 0)) == (12, 0)
     assert (second["cache.misses"], second["cache.hits"]) == (12, 12)
     assert second["decode.samples"] == 24

@@ -415,7 +415,7 @@ def of_folder(folder: Path, decode: Any, text: str | None = None, **options: Any
         decode.__fingerprint__ = text
     dataset = ObjectDataset(str(folder / "data"), decode=decode, **options)
     samples = [dataset[i] for i in range(3)]
-    dataset.flush_cache()
+    dataset._flush_cache()
     dataset.close()
     return samples
 
@@ -428,7 +428,7 @@ def of_tar(folder: Path, decode: Any, text: str | None = None, **options: Any) -
         of_fields.__fingerprint__ = text  # type: ignore[attr-defined]
     dataset = TarDataset(str(folder / "a.tar"), decode=of_fields, **options)
     samples = [int(batch[0]) for batch in fastload.DataLoader(dataset, num_workers=0)]
-    dataset.flush_cache()
+    dataset._flush_cache()
     dataset.close()
     return sorted(samples)
 

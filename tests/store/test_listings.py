@@ -63,7 +63,7 @@ CHANGES = [replace, add, delete, add_class]
 
 def seen(dataset: Any) -> dict[str, bytes]:
     with contextlib.closing(dataset):
-        return {dataset.key(i): bytes(dataset.payload(i)) for i in range(len(dataset))}
+        return {dataset.key(i): bytes(dataset._payload(i)) for i in range(len(dataset))}
 
 
 @pytest.mark.parametrize("kind", [folder, objects])

@@ -194,9 +194,9 @@ def test_quote_of_shards_that_the_cache_has_in_part_is_what_they_take(
     assert CliRunner().invoke(app, ["index", "s3://bucket/*.tar", *told(server)]).exit_code == 0
     dataset = TarDataset("s3://bucket/*.tar", cache=tmp_path / "cache", storage_options=server.options)
     assert sum(one.outcome == "stored" for one in dataset.warm(range(0, 30, 2))) == 15
-    left = dataset.left_to_warm_shards(range(3))
+    left = dataset._left_to_warm_shards(range(3))
     server.requests.clear()
-    assert sum(one.outcome == "stored" for one in dataset.warm_shards(range(3))) == 15
+    assert sum(one.outcome == "stored" for one in dataset._warm_shards(range(3))) == 15
     assert (left.objects, left.requests) == (3, 15) and seen(server) == {"store.gets": 15}
     assert left.read_bytes >= 15 * 1024
     dataset.close()

@@ -60,7 +60,9 @@ def npy(array: Any, **options: Any) -> bytes:
 
 def only(tmp_path: Path, members: dict[str, bytes], **arguments: Any) -> Any:
     data = closing(fastload.TarDataset(write(tmp_path, {"x.tar": tar_of(members)}), **arguments))
-    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0])
+    stream = data._streams().open_stream(
+        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0]
+    )
     (one,) = stream.take(5)
     return data[one]
 
@@ -354,7 +356,9 @@ def test_own_collate_fn_gets_samples_with_other_members(tmp_path: Path) -> None:
 
 def failures_of(url: str, transform: Any) -> list[str]:
     data = closing(fastload.TarDataset(url, transform=transform))
-    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
+    stream = data._streams().open_stream(
+        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0]
+    )
     ids = stream.take(9)
     stream.close()
     return [

@@ -168,7 +168,7 @@ def test_cache_keeps_the_chosen_members_and_gives_the_same_samples(mode: Any, tm
 
     data = cached()
     first = rows(data, range(COUNT))
-    data.flush_cache()
+    data._flush_cache()
     second = rows(cached(), range(COUNT))
     assert torch.equal(first[0], second[0]) and first[1].tolist() == second[1].tolist() == list(range(COUNT))
     assert list(first[2]) == list(second[2]) == [plain[n][1] for n in range(COUNT)]

@@ -58,7 +58,7 @@ def test_objects_with_and_without_keys_share_their_cache_records(tree: Path, tmp
     every = ObjectDataset(str(tree), cache=Cache(tmp_path / "cache"))
     chosen = ObjectDataset(str(tree), keys=KEYS, cache=every.cache)
     number = [every.key(index) for index in range(len(every))].index(KEYS[0])
-    assert chosen.cache_key(0) == chosen.cache_key(2) == every.cache_key(number)
+    assert chosen._cache_keys(0)[0] == chosen._cache_keys(2)[0] == every._cache_keys(number)[0]
     assert every[number] and every.cache is not None and every.cache.flush()
     assert chosen.contains(2) and not chosen.contains(1)
     chosen.close()
@@ -187,7 +187,7 @@ def test_decoded_records_of_equal_objects_are_kept_by_key(tmp_path: Path) -> Non
     dataset = ObjectDataset(str(root), decode=keyed, cache=Cache(tmp_path / "cache", "decoded"))
     for _ in range(2):
         assert [dataset[0], dataset[1]] == [("a", 4), ("b", 4)]
-        dataset.flush_cache()
+        dataset._flush_cache()
     dataset.close()
 
 

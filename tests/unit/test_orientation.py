@@ -73,7 +73,7 @@ def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
             for (key, _), (image, _) in zip(dataset.samples, dataset, strict=False):
                 expected = upright(Image.open(tmp_path / "photos" / key))
                 assert psnr(image, expected) > 24, key
-            dataset.flush_cache()
+            dataset._flush_cache()
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk"])

@@ -164,7 +164,7 @@ def test_packed_row_holds_its_values() -> None:
 def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle: bool) -> None:
     """Also with more readers than files and row groups."""
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=3, shuffle_buffer=50))
-    assert data.must_stream()
+    assert data._streams().must_stream()
     found = labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
     assert sorted(found) == list(range(TOTAL))
     assert found == labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
@@ -185,8 +185,8 @@ def test_row_groups_are_in_random_order_in_a_stream(url: str) -> None:
 def test_cached_epoch_is_read_at_random(url: str, tmp_path: Path) -> None:
     data = closing(ParquetDataset(url, transform=CROP, cache=tmp_path / "cache"))
     streamed = read(data)
-    data.flush_cache()
-    assert not data.must_stream()
+    data._flush_cache()
+    assert not data._streams().must_stream()
     before = data.counters["get.requests"]
     batch = at_random(data)
     assert batch["label"].tolist() == list(range(TOTAL))
@@ -198,7 +198,7 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     cache = Cache(tmp_path / "cache")
     first = closing(ParquetDataset(url, ("label",), cache=cache))
     read(first)
-    first.flush_cache()
+    first._flush_cache()
     assert first.contains(3)
     assert closing(ParquetDataset(url, "label", cache=cache)).contains(3)
     other = closing(ParquetDataset(url, ("label", "name"), cache=cache))
@@ -210,20 +210,20 @@ def test_cache_modes_keep_images(url: str, tmp_path: Path, mode: Any) -> None:
     cache = Cache(tmp_path / "cache", mode, short_side=20)
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
     cold = {int(n): image for n, image in _rows(read(data))}
-    data.flush_cache()
+    data._flush_cache()
     batch = at_random(data)
-    assert not data.must_stream() and sorted(cold) == list(range(TOTAL))
+    assert not data._streams().must_stream() and sorted(cold) == list(range(TOTAL))
     assert batch["label"].tolist() == list(range(TOTAL)) and batch["image"].shape == (TOTAL, 3, 24, 24)
     data.close()
     again = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
-    assert not again.must_stream() and torch.equal(at_random(again)["image"], batch["image"])
+    assert not again._streams().must_stream() and torch.equal(at_random(again)["image"], batch["image"])
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct"])
 def test_lossless_cache_keeps_all_rows_of_a_row_group_for_one(url: str, tmp_path: Path, mode: Any) -> None:
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=Cache(tmp_path, mode)))
     assert not data.contains(0) and data[1][1] == 1
-    data.flush_cache()
+    data._flush_cache()
     assert data.contains(0) and data[0][1] == 0
 
 
@@ -262,10 +262,10 @@ def test_damaged_row_group_is_read_once_for_its_rows() -> None:
 
 def test_saved_state_of_other_filters_is_refused(url: str) -> None:
     data = closing(ParquetDataset(url, "label"))
-    (state,) = data.plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
+    (state,) = data._streams().plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
     other = closing(ParquetDataset(url, "label", filters=[("label", ">", 3)]))
     with pytest.raises(ArgumentError, match="filters="):
-        other.open_stream(state)
+        other._streams().open_stream(state)
 
 
 # --- Filters -----------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path, branch: str) -> 
             )
         )
         assert sorted(int(n) for n, _ in _rows(read(data))) == list(range(TOTAL))
-        data.flush_cache()
-        assert data.contains(3) and not data.must_stream()
+        data._flush_cache()
+        assert data.contains(3) and not data._streams().must_stream()
     finally:
         sys.modules["fsspec.registry"]._registry.pop("hf")

@@ -94,7 +94,7 @@ def test_only_missing_records_of_an_indexed_shard_are_read(kind: str, tmp_path: 
     some = [0, 5, 6, 50, 100, TOTAL - 1]
     data.prefetch(some)
     [data[number] for number in some]
-    data.flush_cache()
+    data._flush_cache()
     document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache")
     assert counts(document) == [TOTAL, TOTAL - len(some), len(some), 0, 0]
     sizes = sum(data._index.locate(data._record(number))[1] for number in range(TOTAL) if number not in some)
