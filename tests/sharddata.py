@@ -115,11 +115,9 @@ def read(
     data: Any, *, workers: int = 2, ranks: int = 1, epoch: int = 0, shuffle: bool = True
 ) -> list[tuple[list[int], Any]]:
     """All batches of one epoch, over all ranks and their streams."""
-    found = []
+    found, streams = [], data._streams()
     for rank in range(ranks):
-        states = data._streams().plan_streams(
-            workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks
-        )
+        states = streams.plan_streams(workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
         assert len(states) == workers
         for state in states:
             stream = streams.open_stream(json.loads(json.dumps(state)))
