@@ -114,7 +114,7 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     Raises:
         ArgumentError, StoreError: as a dataset's.
     """
-    from fastload.shards.urls import expand_braces
+    from fastload.shards.formats import expand_braces
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
 
@@ -328,7 +328,7 @@ def _open_shards(
 ) -> Images:
     """Open shards that may have no index: the first records say what is in them."""
     import fastload
-    from fastload.datasets.file_kinds import IMAGES
+    from fastload.datasets.files import IMAGES
     from fastload.metrics.units import format_size
     from fastload.order.sampler import indexed_length
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastload.datasets.protocols import Allocate
+from fastload.datasets.views import Allocate
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 

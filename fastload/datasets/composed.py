@@ -24,11 +24,20 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.samples import RowBatch
-from fastload.datasets.seeds import SampleSeeds, digest
-from fastload.datasets.views import MadeSample, Reach, View, check_indexed, reraise
-from fastload.images.rng import mix_all
+from fastload.datasets.views import (
+    Allocate,
+    EncodedRows,
+    MadeSample,
+    Reach,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    View,
+    check_indexed,
+    reraise,
+)
+from fastload.images.rng import SampleSeeds, digest, mix_all
 
 # (number of the part, its randomness: a number for each part on the way to it, index of the sample there)
 Location = tuple[int, tuple[int, ...], Any]

@@ -16,9 +16,9 @@ from fastload.cache.codecs import Images
 from fastload.checks import check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.pairs import images_kept
-from fastload.datasets.protocols import Allocate
 from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
+from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.store.listing import Keys, ListingQuery

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
-from fastload.datasets.protocols import check_dataset
-from fastload.datasets.views import Reach, View
+from fastload.datasets.views import Reach, View, check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.mixture_sampler import MixtureSampler

@@ -3,7 +3,7 @@
     bytes ─▶ encode ─▶ payload, in the cache ─▶ open ─▶ value ─▶ sample or row of a batch
 
     ObjectPayloads   an object: an image, or whatever the user's `decode` makes of it
-    FilePayloads     an object of any kind, of which a table names several for a sample
+    FilePayloads     an object of any kind, of which a table names several for a sample (`datasets.files`)
     RecordPayloads   a record of several fields, of a shard
 
 The cache's mode says what is kept of an image (`fastload.cache.codecs`). With a `decode` of the user, mode
@@ -19,18 +19,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
-from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.datasets.sample_fields import Fields
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.dct import Unindexed, with_rows
-from fastload.images.decode import find_format
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -171,57 +169,6 @@ class ObjectPayloads:
         return self._dump(self._map_images(value, self.codec.encode))
 
 
-class Picture(NamedTuple):
-    """An image that is to be decoded: its bytes, or pixels of the cache."""
-
-    source: Any
-
-
-class FilePayloads(ObjectPayloads):
-    """The way of an object whose extension says what it is (`fastload.datasets.file_kinds`).
-
-    An object with an unknown extension, or with none, is an image if it begins like one, and bytes otherwise.
-
-    Args:
-        cache, decode: as of `ObjectPayloads`.
-        transform: the first one of the objects.
-    """
-
-    _way_out = "make a new dataset with this transform="
-
-    def __init__(
-        self,
-        cache: Cache | None,
-        decode: Callable[..., Any] | None,
-        transform: Callable[[Any], Any] | None,
-    ) -> None:
-        kept = images_kept(transform)
-        known = Images.UNKNOWN if decode is not None or kept else known_images(transform)
-        layout = ("kept",) if kept else ()
-        super().__init__(cache, decode, images=known, kept=kept, layout=layout)
-
-    def open(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
-        """Return a `Picture`, or the value of an object that is none.
-
-        Raises:
-            DecodeError: the payload is not what its key says, or it is a pickle. What `decode` raises.
-        """
-        if self._decode is not None:
-            return super().open(payload, key, readonly=readonly)
-        assert key is not None
-        if self.codec.packs:
-            payload = self._load(payload, readonly)
-            if not isinstance(payload, bytes):
-                return Picture(self.codec.open(payload))
-        return Picture(payload) if _is_image(key, payload) else _opened(key, payload)
-
-    def _encode(self, payload: Any, key: str | None = None) -> Any:
-        assert key is not None
-        if self._decode is None and (self._kept or not _is_image(key, payload)):
-            return self._dump(bytes(payload))
-        return super()._encode(payload, key)
-
-
 class RecordPayloads(ObjectPayloads):
     """The way of a record. Its fields are kept, with images as the mode says.
 
@@ -342,30 +289,6 @@ def _key_of(decode: Callable[..., Any] | None) -> tuple[str, ...]:
     if text is not None:
         return "fingerprint", text
     return ("",) if decode is None else ("described", describe(decode, "decode"))
-
-
-def _is_image(key: str, payload: Any) -> bool:
-    extension = extension_of(key).lower()
-    if extension in IMAGES:
-        return True
-    if has_opener(extension):
-        return False
-    try:
-        find_format(payload)
-    except DecodeError:
-        return False
-    return True
-
-
-def _opened(key: str, payload: Any) -> Any:
-    extension = extension_of(key).lower()
-    if extension in PICKLES:
-        raise DecodeError(
-            "the object is a pickle, which can run any code: if you trust its author, pass a function that "
-            "reads it, File(column, decode=function)",
-            key=key,
-        )
-    return open_file(extension, payload, "the object")
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from fastload.datasets.columns import (
     put_value,
 )
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
-from fastload.datasets.protocols import Allocate
 from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
-from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop
 from fastload.images.encoded import EncodedBatch
+from fastload.images.rng import SampleSeeds
 
 RowFailures = list[tuple[int, Exception]]  # (position among the rows that are filled, what went wrong)
 

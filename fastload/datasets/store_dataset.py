@@ -29,9 +29,9 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
-from fastload.datasets.protocols import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
+from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher

@@ -19,10 +19,19 @@ from fastload.cache import Cache
 from fastload.cache.segment import Places
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.payloads import keep
-from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
-from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.datasets.views import (
+    ONE,
+    Allocate,
+    EncodedRows,
+    MadeSample,
+    PlainView,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    reraise,
+)
 from fastload.images.crop import RowJob
 from fastload.images.kernel import active, threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds

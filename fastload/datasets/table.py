@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index
-from fastload.datasets.payloads import FilePayloads, Picture, settled
+from fastload.datasets.files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
+from fastload.datasets.payloads import settled
 from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
-from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields, transform_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.rng import mix_all
@@ -34,7 +34,7 @@ from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from fastload.datasets.table_columns import TableColumns  # needs pyarrow
+    from fastload.datasets.arrow import TableColumns  # needs pyarrow
 
 _NO_IMAGE = (
     "write File('image') for the objects that the column 'image' names. Images inside a Parquet file are for "
@@ -149,8 +149,8 @@ class TableDataset(StoreDataset):
             raise ArgumentError(
                 "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
             )
-        from fastload.datasets.table_columns import TableColumns, object_keys
-        from fastload.datasets.table_files import read_table
+        from fastload.datasets.arrow import TableColumns
+        from fastload.datasets.table_files import object_keys, read_table
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.compression import FRAMED, FRAMED_HEAD, framed_size
-from fastload.formats.packed import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
-from fastload.formats.pieces import Offsets
+from fastload.formats.mds import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
+from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets, framed_size
 
 _IMAGES = ("jpeg", "image")
 

@@ -33,8 +33,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import HEAD, hint, masked_crc
-from fastload.formats.pieces import Offsets, Record, Sink, Splitter, check_offsets, too_large
+from fastload.formats.pieces import (
+    HEAD,
+    Offsets,
+    Record,
+    Sink,
+    Splitter,
+    check_offsets,
+    hint,
+    masked_crc,
+    too_large,
+)
 
 HEADER = 12
 FOOTER = 4

@@ -17,13 +17,19 @@ from numpy.typing import NDArray
 
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
-from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Offsets, too_large
+from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_large
 from fastload.formats.tar import parse_wids
-from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
+from fastload.shards.formats import (
+    FORMATS,
+    Named,
+    ShardFormat,
+    format_of_index,
+    is_index,
+    listed_url,
+    resolve,
+)
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard, read_in_turn
-from fastload.shards.urls import Named, is_index, listed_url, resolve
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
 from fastload.store.listing import ListingQuery, Selection

@@ -15,7 +15,6 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (
     formats,
     is_image,
@@ -23,17 +22,16 @@ from fastload.formats.litdata import (
     parse_frames,
     parse_index,
 )
-from fastload.formats.packed import parse_table, split_values, table_size
-from fastload.formats.pieces import too_large
+from fastload.formats.mds import parse_table, split_values, table_size
+from fastload.formats.pieces import framed_size, too_large, zstd
 from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import LITDATA
+from fastload.shards.formats import LITDATA, check_name
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
-from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
 

@@ -13,17 +13,25 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
-from fastload.formats.packed import as_pil, parse_table, split_values, table_size
+from fastload.formats.mds import (
+    IMAGES,
+    MDSShard,
+    as_pil,
+    encodings,
+    opener,
+    parse_shard,
+    parse_table,
+    split_values,
+    table_size,
+)
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import MDS
+from fastload.shards.formats import MDS, check_name
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
-from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
 

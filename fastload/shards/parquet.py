@@ -159,7 +159,7 @@ class ParquetDataset(ShardDataset):
         listing_max_age: float | str = 0,
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
-        import fastload.datasets.arrow_values  # noqa: F401
+        import fastload.datasets.arrow  # noqa: F401
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
         from fastload.shards.row_groups import ParquetFields
 

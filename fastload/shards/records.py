@@ -22,8 +22,7 @@ from torch.utils.data import get_worker_info
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
-from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Record, Splitter
+from fastload.formats.pieces import HEAD, Inflater, Record, Splitter, is_compressed
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import ShardFormat

@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 
 import fastload
 from fastload.cache import Cache
+from fastload.datasets.files import File
 from fastload.datasets.store_dataset import StoreDataset, arguments_of, override_of
-from fastload.datasets.table_fields import File
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize

@@ -17,11 +17,11 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, CacheFilling, RowErrors, RowRequests
-from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
+from fastload.images.rng import SampleSeeds
 from fastload.order.state import DatasetState
 from fastload.workers.collate import Collation, tell_mismatch
 from fastload.workers.on_error import ErrorPolicy

@@ -28,7 +28,7 @@ from fastload.cache import packs as packs_module
 from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from fastload.formats.sample import dump, dump_row, load, load_row
 from fastload.formats.sample_log import LoggedStep, RunBegins, header
 from fastload.formats.tar import TarWriter

@@ -32,7 +32,7 @@ from fastload.cli.demo.photos import make_dataset
 from fastload.datasets import cache_forecast
 from fastload.datasets.cache_forecast import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.jpeg_records import ROWS_MAGIC, is_dct
+from fastload.formats.jpeg import ROWS_MAGIC, is_dct
 from fastload.images import dct
 from fastload.metrics.machine import memory_for_pages
 from tests.patience import PATIENCE, wait_until

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload import Cache, DataLoader, cached
-from fastload.datasets import cached as module
+from fastload.datasets.wrappers import CachedDataset
 from fastload.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -197,7 +197,7 @@ def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_guard_removed_every_epoch_makes_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter of this file sees it when the cache does nothing."""
     source = Nested(tmp_path / "log")
-    monkeypatch.setattr(module.CachedDataset, "__getitem__", lambda self, index: self.dataset[index])
+    monkeypatch.setattr(CachedDataset, "__getitem__", lambda self, index: self.dataset[index])
     dataset = cached(source, Cache(tmp_path / "cache"))
     for _ in range(2):
         for i in range(N):

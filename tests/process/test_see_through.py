@@ -24,8 +24,7 @@ from fastload import (
     cached,
 )
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.map import MapDataset
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.wrappers import MapDataset, view_of
 from fastload.errors import ArgumentError, DecodeError
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import TOTAL, shards, write

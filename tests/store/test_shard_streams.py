@@ -12,7 +12,7 @@ import torch
 
 from fastload import Cache
 from fastload.cli.demo.s3_server import serve_s3
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.errors import (
     ArgumentError,
     ObjectChangedError,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.errors import DecodeError
+from fastload.formats.jpeg import is_plain_jpeg
 from fastload.gpu.decoding import Decoding
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
-from fastload.images.headers import is_plain_jpeg
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from fastload.errors import DecodeError
 from fastload.formats import tfrecord
-from fastload.formats.compression import is_compressed, kind_of
-from fastload.formats.pieces import Pieces, Record, Splitter
+from fastload.formats.pieces import Pieces, Record, Splitter, is_compressed, kind_of
 from fastload.formats.tar import TarSplitter, TarWriter, parse_wds_index, parse_wids, read_sample, sample_name
 from fastload.formats.tfrecord import (
     TFRecordSplitter,

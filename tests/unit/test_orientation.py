@@ -13,11 +13,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
+from fastload.formats.jpeg import exif_of, jpeg_orientation, with_orientation
 from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import open_smaller
-from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]

@@ -17,7 +17,7 @@ from PIL import Image
 
 from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from tests.data.make_formats import COUNT, describe, encoded, pixels
 
 DATA = Path(__file__).parent.parent / "data" / "formats"

@@ -445,7 +445,7 @@ def test_bad_row_harms_no_other_row_of_its_row_group(tmp_path: Path, mode: Any) 
 
 
 def test_missing_pyarrow_is_an_error_with_the_command(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow_values", raising=False)
+    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
         ParquetDataset(url)

@@ -33,7 +33,7 @@ from fastload import (
     TableDataset,
     cached,
 )
-from fastload.datasets.protocols import Prefetches, noted_prefetches
+from fastload.datasets.views import Prefetches, noted_prefetches
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from tests.photos import pillow_jpeg, scene
 
