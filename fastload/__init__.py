@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from fastload.datasets.wrappers import cached, map
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
-    from fastload.images.by_epoch import ByEpoch
     from fastload.images.fuse import fuse
-    from fastload.images.transforms import CenterCrop, RandomResizedCrop
+    from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.metrics.watch import watch
     from fastload.order.mixture_sampler import MixtureSampler
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 # child needs none of it.
 _HOME = {
     "BetonDataset": "fastload.shards.beton",
-    "ByEpoch": "fastload.images.by_epoch",
+    "ByEpoch": "fastload.images.transforms",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
     "Dali": "fastload.gpu.dali",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch
 from fastload.datasets.views import (
     Allocate,

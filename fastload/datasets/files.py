@@ -22,9 +22,8 @@ import numpy as np
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
 from fastload.checks import check_function
-from fastload.datasets.pairs import images_kept
 from fastload.datasets.payloads import ObjectPayloads, known_images
-from fastload.datasets.sample_fields import Transform
+from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.decode import decode_pil, find_format
 

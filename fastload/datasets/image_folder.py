@@ -15,8 +15,8 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Images
 from fastload.checks import check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
-from fastload.datasets.pairs import images_kept
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError

@@ -15,14 +15,15 @@ from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
 from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
-from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
+from fastload.images.transforms import all_transforms
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest

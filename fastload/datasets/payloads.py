@@ -24,8 +24,8 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
 from fastload.datasets.fingerprint import describe, own_text
-from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.datasets.sample_fields import Fields
+from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.dct import Unindexed, with_rows

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastload.datasets.columns import (
+from fastload.datasets.sample_fields import (
+    SampleFields,
+    Shape,
     as_batch,
     collate_column,
     copy_value,
@@ -14,8 +16,15 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
-from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
+from fastload.datasets.sample_transforms import (
+    ADVICE,
+    FieldTransforms,
+    Transform,
+    check_cut_alike,
+    fill_together,
+    name_of,
+    transform_together,
+)
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop

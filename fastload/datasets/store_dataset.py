@@ -29,7 +29,7 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
-from fastload.datasets.sample_fields import Transform
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm

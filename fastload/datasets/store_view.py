@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.segment import Places
-from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.payloads import keep
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import (

@@ -22,7 +22,8 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_index
 from fastload.datasets.files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.payloads import settled
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
 from fastload.errors import ArgumentError, FastloadError

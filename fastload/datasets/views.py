@@ -345,7 +345,7 @@ class View(ABC):
         """An empty collated batch of `n` rows, or None if the dataset has to be read sample by sample.
 
         Args:
-            allocate: memory for its tensors. `columns.ordinary_memory` says that each row will be taken out
+            allocate: memory for its tensors. `ordinary_memory` says that each row will be taken out
                 by `sample`, so that values of several lengths need no column.
         """
         return None

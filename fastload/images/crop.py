@@ -10,6 +10,7 @@ loader.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.arguments import check_channels, check_size
-from fastload.images.by_epoch import all_transforms
 from fastload.images.dct import Unindexed
 from fastload.images.decode import MAX_PIXELS, find_format, open_image
-from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, kernel, threads
+from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, threads
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
+
+
+LARGEST_SIDE = 8192  # side of a result
 
 
 class CropBox(NamedTuple):
@@ -440,17 +442,30 @@ def _decoders(process: int, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "fastload-decode")
 
 
-def made_by_kernel(transform: Any) -> bool:
-    """Return whether the kernel makes the whole result in every epoch, and no code of the user's does."""
-    return kernel is not None and all(
-        isinstance(one, Crop)
-        and type(one).__module__.startswith("fastload.")
-        and one.fills_rows
-        and not one.own_values
-        for one in all_transforms(transform)
-    )
+# --- arguments
 
 
-def is_fused(transform: Any) -> bool:
-    """Return whether it is one of the crops, or has one in some epoch."""
-    return any(isinstance(one, Crop) for one in all_transforms(transform))
+def check_size(size: int | Sequence[int]) -> tuple[int, int]:
+    sides = [whole_side(side) for side in size] if isinstance(size, Sequence) else [whole_side(size)]
+    height, width = sides if len(sides) == 2 else sides * 2 if len(sides) == 1 else (None, None)
+    if height is None or width is None or not (1 <= height <= LARGEST_SIDE and 1 <= width <= LARGEST_SIDE):
+        raise ArgumentError(
+            f"size must be an int or (height, width), each from 1 to {LARGEST_SIDE}, not {size!r}"
+        )
+    return height, width
+
+
+def whole_side(number: Any) -> int | None:
+    """Return an int, also for one of numpy's; None for all else."""
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
+
+
+def check_channels(channels: Any) -> int:
+    if isinstance(channels, bool) or channels not in (1, 3):
+        raise ArgumentError(
+            f"channels must be 3 (RGB) or 1 (the image's own single channel), found {channels!r}"
+        )
+    return int(channels)

@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.arguments import check_flip
 from fastload.images.crop import Crop, CropBox, Size
 from fastload.images.decode import resized_size
 from fastload.images.kernel import Pixels, Source
 from fastload.images.rng import Rng
-from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.images.transforms import CenterCrop, RandomResizedCrop, check_flip
 
 _FLIPS = {"RandomHorizontalFlip": False, "RandomVerticalFlip": True}
 _CROPS = ("RandomResizedCrop", "Resize", "CenterCrop")

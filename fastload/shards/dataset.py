@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, Digest
 from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
-from fastload.datasets.sample_fields import Transform
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed

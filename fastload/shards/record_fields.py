@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastload.checks import refuse_class
-from fastload.datasets.pairs import always_fused
-from fastload.datasets.sample_fields import FieldTransforms, Shape
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import FieldTransforms, always_fused
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.crop import is_fused
 from fastload.images.decode import decode_pil
+from fastload.images.transforms import is_fused
 
 NAME_IT = "name the image in fields=, without a function for it in decode="  # of a transform that lacks one
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.pairs import always_fused
+from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
-from fastload.images.crop import is_fused
 from fastload.images.decode import Oriented
+from fastload.images.transforms import is_fused
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions

@@ -28,8 +28,7 @@ from fastload.datasets.store_dataset import StoreDataset, arguments_of, override
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
-from fastload.images.by_epoch import ByEpoch
-from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
 from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.failures import public_url

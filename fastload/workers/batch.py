@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError

@@ -23,7 +23,7 @@ from fastload import (
     TarDataset,
     cached,
 )
-from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.wrappers import MapDataset, view_of
 from fastload.errors import ArgumentError, DecodeError
 from tests.photos import pillow_jpeg, scene

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
-from fastload.datasets.columns import as_batch, copy_value, new_column, put_value
+from fastload.datasets.sample_fields import as_batch, copy_value, new_column, put_value
 from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     ArgumentError,
