@@ -177,15 +177,9 @@ def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, A
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError.
     """
-    from fastload.cache.listings import Listings
     from fastload.shards.catalog import ShardList
 
-    return ShardList(
-        url,
-        FORMATS[kind],
-        listings=Listings.of(cache, 0),
-        storage_options=storage_options,
-    )
+    return ShardList(url, FORMATS[kind], cache, 0, storage_options)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
@@ -109,12 +108,7 @@ class BetonDataset(ShardDataset):
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        shards = ShardList(
-            url,
-            BETON,
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, BETON, kept_in, listing_max_age, storage_options)
         try:
             _, found = read_fields(shards.store, shards[0], sleep)
         except DecodeError as error:

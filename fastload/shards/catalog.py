@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.cache import Cache
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_large
@@ -49,7 +50,7 @@ class ShardList:
     Args:
         urls: see `shards.urls`.
         form: of the shards; it knows them below a prefix by their names.
-        listings: those that are kept.
+        cache, listing_max_age: where listings are kept, and how old one may be.
         storage_options: for `open_store`.
         in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
 
@@ -66,13 +67,14 @@ class ShardList:
         self,
         urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
+        cache: Cache | None,
+        listing_max_age: float | str,
+        storage_options: dict[str, Any] | None,
         *,
-        listings: Listings,
-        storage_options: dict[str, Any],
         in_order: bool = False,
     ) -> None:
         self._compressed = form.compressed
-        self._listings = listings
+        self._listings = Listings.of(cache, listing_max_age)
         self._options = with_budget(storage_options)
         names, counts = _through_index(urls, self._options)
         named = resolve(names, form, files=in_order)
@@ -364,18 +366,10 @@ def read_json(
     return root, document
 
 
-def list_shards(
-    root: str, names: list[str], form: ShardFormat, listings: Listings, *, storage_options: dict[str, Any]
-) -> ShardList:
-    """Return the shards that an index.json lists, in its order."""
+def list_shards(root: str, names: list[str], form: ShardFormat, *how_listed: Any) -> ShardList:
+    """Return the shards that an index.json lists, in its order. `how_listed`: as of `ShardList`."""
     if not names:
         raise ArgumentError(f"{root!r}: index.json lists no shards")
     if _GLOB.search(root):
         raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
-    return ShardList(
-        [f"{root}/{name}" for name in names],
-        form,
-        listings=listings,
-        storage_options=storage_options,
-        in_order=True,
-    )
+    return ShardList([f"{root}/{name}" for name in names], form, *how_listed, in_order=True)

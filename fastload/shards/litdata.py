@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.litdata import (
@@ -155,13 +154,8 @@ class LitDataset(ShardDataset):
             )
             for name, form in zip(told.names, told.formats, strict=True)
         }
-        shards = list_shards(
-            root,
-            [check_name(name, root) for name in told.chunks],
-            LITDATA,
-            Listings.of(kept_in, listing_max_age),
-            storage_options=options,
-        )
+        names = [check_name(name, root) for name in told.chunks]
+        shards = list_shards(root, names, LITDATA, kept_in, listing_max_age, options)
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
         form = LITDATA
         if told.compression == "sample":

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import (
@@ -123,13 +122,7 @@ class MDSDataset(ShardDataset):
             )
             for column in columns
         }
-        shards = list_shards(
-            root,
-            list(found),
-            MDS,
-            Listings.of(kept_in, listing_max_age),
-            storage_options=options,
-        )
+        shards = list_shards(root, list(found), MDS, kept_in, listing_max_age, options)
         listed = {shards[number].key: entry for number, entry in enumerate(found.values())}
         split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
@@ -167,12 +166,7 @@ class ParquetDataset(ShardDataset):
         row_filter = None if filters is None else RowFilter(filters)
         streams = StreamOptions.of(cycle_length, shuffle_buffer)
         kept_in = as_cache(cache)
-        shards = ShardList(
-            url,
-            PARQUET,
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, PARQUET, kept_in, listing_max_age, storage_options)
         wanted = None if shape is None else list(shape.leaves.values())
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))

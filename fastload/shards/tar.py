@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.checks import refuse_class
 from fastload.datasets.files import IMAGES, PICKLES, extension_of, open_file
 from fastload.errors import DecodeError
@@ -171,13 +169,7 @@ class TarDataset(ShardDataset):
         super().__init__(
             url,
             TAR,
-            functools.partial(
-                ShardList,
-                url,
-                TAR,
-                listings=Listings.of(kept_in, listing_max_age),
-                storage_options=storage_options or {},
-            ),
+            lambda: ShardList(url, TAR, kept_in, listing_max_age, storage_options),
             members if chosen is None else chosen,
             decode=decode,
             transform=transform,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
@@ -147,13 +145,7 @@ class TFRecordDataset(ShardDataset):
         super().__init__(
             url,
             TFRECORD,
-            functools.partial(
-                ShardList,
-                url,
-                TFRECORD,
-                listings=Listings.of(kept_in, listing_max_age),
-                storage_options=storage_options or {},
-            ),
+            lambda: ShardList(url, TFRECORD, kept_in, listing_max_age, storage_options),
             known,
             decode=decode,
             transform=transform,

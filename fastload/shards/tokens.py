@@ -25,7 +25,6 @@ import torch
 import xxhash
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.sample_fields import Shape
@@ -186,12 +185,7 @@ class TokenDataset(StoreDataset):
         self._payloads = ObjectPayloads(kept_in, None)
         if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
-        shards = ShardList(
-            url,
-            TOKENS,
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
         self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
         self.transform = None
         self.cache = kept_in if shards.cacheable else None  # a warning has said why
