@@ -23,9 +23,10 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Images
 from fastload.checks import check_function
 from fastload.datasets.payloads import ObjectPayloads, known_images
+from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.decode import decode_pil, find_format
+from fastload.images.decode import find_format
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
@@ -282,18 +283,12 @@ class Row(dict[str, Any]):
         return whole
 
 
-class RowFields:
-    """The fields of a `Row`. All but images are as a sample has them. See `SampleFields`."""
+class RowFields(SampleFields):
+    """The fields of a `Row`. All but images are as a sample has them."""
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         assert isinstance(fields, Row)
         return fields.images
-
-    def open(self, name: str, value: Any) -> Any:
-        return value
-
-    def open_image(self, value: Any) -> Any:
-        return decode_pil(value)
 
 
 def transform_of(name: str, transform: Transform) -> Callable[[Any], Any] | None:

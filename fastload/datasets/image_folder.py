@@ -84,6 +84,8 @@ class ImageFolder(ObjectDataset):
         **dict.fromkeys(("is_valid_file", "extensions"), _CHOOSE),
     }
 
+    _image = _IMAGE
+
     def __init__(
         self,
         url: str,
@@ -182,9 +184,6 @@ class ImageFolder(ObjectDataset):
         parts = {name: function for name, function in functions.items() if function is not None}
         fields, values = _Pictures(_IMAGE), _Targets(self)
         return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
-
-    def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        return {_IMAGE: self._payloads.open(payload, readonly=readonly)}
 
     def _known_images(self, transform: Any) -> Images:
         # A mask's values are in its file.

@@ -15,7 +15,7 @@ from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
 from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
-from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_fields import SampleFields, Shape
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
@@ -32,17 +32,14 @@ from fastload.store.open import checked_options, open_store
 _OBJECT = "object"
 
 
-class ImageFields:
-    """The one field of a sample that is an object: an encoded image. See `SampleFields`."""
+class ImageFields(SampleFields):
+    """The one field of a sample that is an object: an encoded image."""
 
     def __init__(self, name: str) -> None:
         self._images = [name]
 
     def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
         return self._images
-
-    def open(self, name: str, value: Any) -> Any:
-        return value
 
     def open_image(self, value: Any) -> Any:
         """The bytes of the object, or pixels of the cache."""
@@ -146,6 +143,7 @@ class ObjectDataset(StoreDataset):
     # Errors of a sample, for `on_error` to decide on. All others, such as MemoryError, are raised.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (FastloadError, IndexError)
     _sends_encoded: ClassVar[bool] = True
+    _image: ClassVar[str] = _OBJECT  # the name of the field that is an object
 
     def _list(self, keys: list[str] | None) -> Manifest:
         return self._listings.open(self._store, ListingQuery(keys=None if keys is None else Keys(keys)))
@@ -190,7 +188,7 @@ class ObjectDataset(StoreDataset):
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         value = super()._restore(record, payload, readonly=readonly)
-        return value if self.decode is not None else {_OBJECT: value}
+        return value if self.decode is not None else {self._image: value}
 
     @property
     def _crop_hash(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
 from fastload.datasets.fingerprint import describe, own_text
-from fastload.datasets.sample_fields import Fields
+from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
@@ -184,7 +184,7 @@ class RecordPayloads(ObjectPayloads):
     def __init__(
         self,
         cache: Cache | None,
-        fields: Fields | None,
+        fields: RecordFields | None,
         decode: Callable[[Any], Any] | None,
         transform: Any = None,
     ) -> None:

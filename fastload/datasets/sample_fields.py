@@ -22,8 +22,9 @@ classes, are left to `default_collate`: it widens numbers, and says which values
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,46 +32,9 @@ from torch.utils.data import default_collate
 
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
+from fastload.images.decode import decode_pil
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-
-
-class SampleFields(Protocol):
-    """The fields that samples are made of."""
-
-    def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
-        """The names of the fields that are encoded images."""
-
-    def open(self, name: str, value: Any) -> Any:
-        """A field that is no image -> its value in the sample.
-
-        Raises:
-            DecodeError: its bytes are not of its kind, or its kind is refused.
-        """
-
-    def open_image(self, value: Any) -> Any:
-        """An image -> its value in a sample without a fused transform.
-
-        Its bytes, or (H, W, 3) pixels where the cache keeps pixels.
-        """
-
-
-class Fields(SampleFields, Protocol):
-    """The fields that the records of a format have."""
-
-    @property
-    def key(self) -> str:
-        """A text that differs where other arguments give other fields: part of the cache's keys."""
-
-    def needs_files(self, transform: Any) -> bool:
-        """Whether samples with this transform need the files of images, where a cache has records of them."""
-
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        """The fields of a record, as they lie in it.
-
-        Raises:
-            DecodeError: it is no record of this format.
-        """
 
 
 class Shape:
@@ -161,6 +125,59 @@ def _batch(structure: Any, columns: Mapping[str, Any]) -> Any:
         return {name: _batch(part, columns) for name, part in structure.items()}
     made = [(part, _batch(part, columns)) for part in structure]
     return [tuple(each) if isinstance(part, str) and type(each) is list else each for part, each in made]
+
+
+class SampleFields(ABC):
+    """The fields that samples are made of."""
+
+    @abstractmethod
+    def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
+        """Return the names of the fields that are encoded images."""
+
+    def open(self, name: str, value: Any) -> Any:
+        """Return the value in a sample of a field that is no image.
+
+        Raises:
+            DecodeError: its bytes are not of its kind, or its kind is refused.
+        """
+        return value
+
+    def open_image(self, value: Any) -> Any:
+        """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
+        return decode_pil(value)
+
+
+class RecordFields(SampleFields):
+    """The named fields of a record, in one shape for all formats.
+
+    Attributes:
+        shape: of a sample, which names fields; None: a sample is a dict of them.
+        optional: the names of the fields that may be None.
+    """
+
+    shape: Shape | None = None
+    optional: frozenset[str] = frozenset()
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
+
+    @abstractmethod
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        """Return the fields of a record, as they lie in it.
+
+        Raises:
+            DecodeError: it is no record of this format.
+        """
+
+    def needs_files(self, transform: Any) -> bool:
+        """Return whether samples need the files of images, where a cache has records of them."""
+        return False
+
+    @abstractmethod
+    def check(self, transform: Any) -> None:
+        """Raise `ArgumentError` unless the transform goes with these fields."""
 
 
 # --- columns of a batch

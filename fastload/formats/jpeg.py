@@ -72,7 +72,7 @@ def is_plain_jpeg(data: Any) -> bool:
     """
     view = without_rows(memoryview(data).cast("B"))
     jfif, adobe, components = False, -1, b""
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker in _OTHER_FRAMES or marker == _EOI:
             return False
         if marker in (_SOF0, _SOF1):
@@ -92,7 +92,7 @@ def jpeg_components(data: Any) -> int:
     view = without_rows(memoryview(data).cast("B"))
     if is_dct(view):
         return view[7]
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
             return body[5] if len(body) > 5 else 0
     return 0
@@ -107,7 +107,7 @@ def jpeg_orientation(data: Any) -> int:
     if is_dct(view):
         return view[5] if 1 <= view[5] <= 8 else 1
     exif = xmp = b""
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker == _SOS:
             break
         if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
@@ -134,20 +134,8 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
     return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
 
 
-def without_exif(jpeg: memoryview) -> memoryview:
-    """Return a JPEG without its EXIF segments, for decoders that would turn its pixels."""
-    kept, done = bytearray(), 0
-    for marker, body, start in _segments(jpeg):
-        if marker == _SOS:
-            break
-        if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
-            kept += jpeg[done : start - 4]
-            done = start + len(body)
-    return memoryview(kept + jpeg[done:]) if done else jpeg
-
-
-def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
-    """Return (marker, body, where the body starts) of the segments of a JPEG, up to the first damaged one."""
+def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Return (marker, body) of the segments of a JPEG, up to the first damaged one."""
     at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
     while at + 4 <= len(view) and view[at] == 0xFF:
         marker = view[at + 1]
@@ -158,7 +146,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
         body = view[at + 4 : at + 2 + length]
         if length < 2 or len(body) != length - 2:
             return
-        yield marker, body, at + 4
+        yield marker, body
         at += 2 + length
 
 

@@ -31,7 +31,8 @@ from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.views import Allocate
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
+from fastload.errors import ArgumentError, DecodeError
+from fastload.fetch.reads import Source
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
@@ -340,8 +341,8 @@ class _Corpus:
         return parts
 
 
-class _TokenSource:
-    """See `Source`. A sample is read by ranges.
+class _TokenSource(Source):
+    """A sample is read by ranges.
 
     Args:
         corpus: the samples.
@@ -362,19 +363,10 @@ class _TokenSource:
     def cache_key(self, index: int) -> bytes:
         return self._key(index)
 
-    def ranges(self, index: int) -> list[tuple[int, int]]:
-        return []
-
     def read(self, index: int, wait: Wait) -> Buffer:
         # Pieces one after the other: only the last sample of an object has two, as a rule.
         bodies = [self._read_piece(piece, wait) for piece in self._corpus.pieces(index)]
         return bodies[0] if len(bodies) == 1 else b"".join(bodies)
-
-    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
-        raise NotImplementedError  # `ranges` offers none
-
-    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        raise error  # an object of another size moves all samples behind it
 
     def _read_piece(self, piece: _Piece, wait: Wait) -> Buffer:
         key, _, version, _ = self._corpus.shards[piece.shard]
