@@ -20,7 +20,6 @@ from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
-from fastload.images.decode import decode_pil
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
@@ -182,19 +181,12 @@ class ImageFolder(ObjectDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         functions = {_IMAGE: transform, _TARGET: self.target_transform}
         parts = {name: function for name, function in functions.items() if function is not None}
-        fields, values = _Pictures(_IMAGE), _Targets(self)
+        fields, values = ImageFields(_IMAGE), _Targets(self)
         return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
 
     def _known_images(self, transform: Any) -> Images:
         # A mask's values are in its file.
         return Images.UNKNOWN if images_kept(transform) else self._unless_overridden()
-
-
-class _Pictures(ImageFields):
-    """See `SampleFields`: torchvision's convention for a transform that is not fused."""
-
-    def open_image(self, value: Any) -> Any:
-        return decode_pil(value)
 
 
 class _Targets:

@@ -15,14 +15,13 @@ from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
 from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
-from fastload.datasets.sample_fields import SampleFields, Shape
+from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
-from fastload.images.decode import Oriented
 from fastload.images.transforms import all_transforms
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
@@ -33,7 +32,7 @@ _OBJECT = "object"
 
 
 class ImageFields(SampleFields):
-    """The one field of a sample that is an object: an encoded image."""
+    """The one field of a sample that is an object: an encoded image, which is opened as torchvision does."""
 
     def __init__(self, name: str) -> None:
         self._images = [name]
@@ -41,11 +40,12 @@ class ImageFields(SampleFields):
     def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
         return self._images
 
+
+class _Encoded(ImageFields):
+    """The same, as the bytes of the object, or pixels of the cache."""
+
     def open_image(self, value: Any) -> Any:
-        """The bytes of the object, or pixels of the cache."""
-        if isinstance(value, Oriented):
-            return value.pixels
-        return value if isinstance(value, np.ndarray) else bytes(value)
+        return still_encoded(value)
 
 
 class ObjectDataset(StoreDataset):
@@ -184,7 +184,7 @@ class ObjectDataset(StoreDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         if self.decode is not None:
             return SampleBuilder(None, transform)
-        return SampleBuilder(ImageFields(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
+        return SampleBuilder(_Encoded(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         value = super()._restore(record, payload, readonly=readonly)

@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
-from fastload.images.decode import decode_pil
+from fastload.images.decode import Oriented, decode_pil
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -145,6 +145,13 @@ class SampleFields(ABC):
     def open_image(self, value: Any) -> Any:
         """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
         return decode_pil(value)
+
+
+def still_encoded(value: Any) -> Any:
+    """Return an image as its bytes, or as the pixels that a cache keeps of it."""
+    if isinstance(value, Oriented):
+        return value.pixels
+    return value if isinstance(value, np.ndarray | bytes) else bytes(value)
 
 
 class RecordFields(SampleFields):

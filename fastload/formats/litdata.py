@@ -1,6 +1,6 @@
 """LitData's chunks: their index.json, the structure of a sample, and the values of its leaves.
 
-    chunk    table of offsets (`formats.packed`) | samples; or frames of zstd, see `formats.compression`
+    chunk    table of offsets (`formats.mds`) | samples; or frames of zstd, see `formats.pieces`
     sample   uint32 size of each leaf | the leaves, in the order of "data_format" in index.json
 
 The formats of leaves are those of litdata 0.2.76 (litdata/streaming/serializers.py). Sizes inside a value are

@@ -48,7 +48,7 @@ class ShardList:
     """Shards in the order of their keys, unless `in_order`.
 
     Args:
-        urls: see `shards.urls`.
+        urls: see `shards.formats`.
         form: of the shards; it knows them below a prefix by their names.
         cache, listing_max_age: where listings are kept, and how old one may be.
         storage_options: for `open_store`.

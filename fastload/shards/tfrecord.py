@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
+from fastload.datasets.sample_fields import still_encoded
 from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
-from fastload.images.decode import Oriented
 from fastload.images.transforms import is_fused
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
@@ -78,9 +78,7 @@ class ExampleFields(NamedFields):
         return bytes(value) if isinstance(value, memoryview) else value
 
     def open_image(self, value: Any) -> Any:
-        if isinstance(value, Oriented):
-            return value.pixels
-        return bytes(value) if isinstance(value, memoryview) else value
+        return still_encoded(value)
 
 
 class TFRecordDataset(ShardDataset):
