@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from fastload import errors as errors
     from fastload import testing as testing
     from fastload.cache import Cache
-    from fastload.datasets.files import File
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.sample_files import File
     from fastload.datasets.table import TableDataset
     from fastload.datasets.wrappers import cached, map
     from fastload.gpu.dali import Dali
@@ -46,7 +46,7 @@ _HOME = {
     "Dali": "fastload.gpu.dali",
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.order.sampler",
-    "File": "fastload.datasets.files",
+    "File": "fastload.datasets.sample_files",
     "ImageFolder": "fastload.datasets.image_folder",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",

@@ -3,7 +3,7 @@
     bytes ─▶ encode ─▶ payload, in the cache ─▶ open ─▶ value ─▶ sample or row of a batch
 
     ObjectPayloads   an object: an image, or whatever the user's `decode` makes of it
-    FilePayloads     an object of any kind, of which a table names several for a sample (`datasets.files`)
+    FilePayloads     an object of any kind, of which a table names several for a sample (`datasets.sample_files`)
     RecordPayloads   a record of several fields, of a shard
 
 The cache's mode says what is kept of an image (`fastload.cache.codecs`). With a `decode` of the user, mode

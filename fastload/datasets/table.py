@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index
-from fastload.datasets.files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.payloads import settled
 from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fastload.datasets.arrow import mapped_table, write_table
-from fastload.datasets.files import pattern_parts
+from fastload.datasets.sample_files import pattern_parts
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.parquet import decoded_bytes, leaf_columns
 from fastload.formats.pieces import Inflater, kind_of, too_large

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import refuse_class
-from fastload.datasets.files import IMAGES, PICKLES, extension_of, open_file
+from fastload.datasets.sample_files import IMAGES, PICKLES, extension_of, open_file
 from fastload.errors import DecodeError
 from fastload.formats.tar import read_sample
 from fastload.shards.catalog import ShardList

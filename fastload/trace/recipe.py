@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 
 import fastload
 from fastload.cache import Cache
-from fastload.datasets.files import File
+from fastload.datasets.sample_files import File
 from fastload.datasets.store_dataset import StoreDataset, arguments_of, override_of
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError

@@ -125,7 +125,7 @@ class Picture(NamedTuple):
 
 
 class FilePayloads(ObjectPayloads):
-    """The way of an object whose extension says what it is (`fastload.datasets.files`).
+    """The way of an object whose extension says what it is (`fastload.datasets.sample_files`).
 
     An object with an unknown extension, or with none, is an image if it begins like one, and bytes otherwise.
 
