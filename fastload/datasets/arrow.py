@@ -61,13 +61,15 @@ def check_type(name: str, kind: Any) -> None:
 
 
 def is_numeric(kind: Any) -> bool:
-    """Whether values of this type are numbers or arrays of numbers, so that a batch has them as a tensor."""
+    """Return whether values of this type are numbers or arrays of numbers, so that a batch has them as a
+    tensor.
+    """
     inner = _inner(kind)
     return _is_number(kind) if inner is None else is_numeric(inner)
 
 
 def why_not_number(value: Any) -> str | None:
-    """Why a value of a numeric column can be no number or array; None where it is one."""
+    """Return why a value of a numeric column can be no number or array; None where it is one."""
     if value is None:
         return "is null"
     if type(value) is list and any(why_not_number(one) for one in value):
@@ -76,7 +78,7 @@ def why_not_number(value: Any) -> str | None:
 
 
 def to_python(column: Any, *, views: bool = False) -> list[Any]:
-    """The values of a `pyarrow.Array` or `ChunkedArray`, one for each row.
+    """Return the values of a `pyarrow.Array` or `ChunkedArray`, one for each row.
 
     Args:
         views: binary values are read-only memoryviews of the column's memory in place of bytes.
@@ -98,7 +100,7 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
 
 
 def decoded(column: Any) -> Any:
-    """A dictionary or extension column as what it stands for; tensors and others as they are."""
+    """Return a dictionary or extension column as what it stands for; tensors and others as they are."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return decoded(column.dictionary_decode())
@@ -110,7 +112,9 @@ def decoded(column: Any) -> Any:
 
 
 def _tensors(column: Any) -> list[Any]:
-    """Arrays of the shape that the type has. They are stored flat, perhaps with the axes in another order."""
+    """Return arrays of the shape that the type has. They are stored flat, perhaps with the axes in another
+    order.
+    """
     kind = column.type
     axes = kind.permutation or range(len(kind.shape))
     return [
@@ -129,7 +133,7 @@ def _structs(column: Any, views: bool) -> list[Any]:
 
 
 def _lists(column: Any) -> list[Any]:
-    """One list or array for each row."""
+    """Return one list or array for each row."""
     wanted = pa.large_list(column.type.value_type)
     if pa.types.is_fixed_size_list(column.type):  # its offsets are not stored, and null rows have values too
         column = column.cast(wanted)
@@ -148,7 +152,7 @@ def _lists(column: Any) -> list[Any]:
 
 
 def _block(inner: Any) -> np.ndarray[Any, Any] | None:
-    """Fixed size lists of numbers, without nulls, as one array (rows, size); None for others."""
+    """Return fixed size lists of numbers, without nulls, as one array (rows, size); None for others."""
     kind = inner.type
     if not pa.types.is_fixed_size_list(kind) or not _is_number(kind.value_type) or inner.null_count:
         return None
@@ -179,14 +183,14 @@ def _item_rows(inner: Any, bounds: list[tuple[int, int]]) -> list[Any]:
 
 
 def _masked(rows: list[Any], column: Any) -> list[Any]:
-    """The rows, with None for each that is null."""
+    """Return the rows, with None for each that is null."""
     if not column.null_count:
         return rows
     return [row if valid else None for row, valid in zip(rows, column.is_valid().to_pylist(), strict=True)]
 
 
 def _joined(items: list[Any]) -> Any:
-    """Arrays of one shape as one array; others, and what has nulls, as the list."""
+    """Return arrays of one shape as one array; others, and what has nulls, as the list."""
     arrays = all(type(item) is np.ndarray for item in items)
     if items and arrays and len({item.shape for item in items}) == 1:
         return np.stack(items)
@@ -203,7 +207,7 @@ def _views(column: Any) -> list[Any]:
 
 
 def _inner(kind: Any) -> Any:
-    """The type that a list, dictionary or extension type holds; None for other types."""
+    """Return the type that a list, dictionary or extension type holds; None for other types."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind.storage_type
     if pa.types.is_dictionary(kind) or _is_list(kind):
@@ -255,7 +259,7 @@ class TableColumns:
 
     @classmethod
     def of(cls, table: Any) -> TableColumns:
-        """The columns of a `pyarrow.Table` that has rows, under the names that they have there.
+        """Return the columns of a `pyarrow.Table` that has rows, under the names that they have there.
 
         Raises:
             ArgumentError: a column has nulls, or values that no sample can have.
@@ -267,11 +271,11 @@ class TableColumns:
         return self._count
 
     def row(self, row: int) -> dict[str, Any]:
-        """The values of a row, as `to_python` makes them."""
+        """Return the values of a row, as `to_python` makes them."""
         return {name: value_of(row) for name, value_of in self._value_of.items()}
 
     def identities(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A number for the values of each of these rows."""
+        """Return a number for the values of each of these rows."""
         found = self._identities[rows]
         if not found.all():
             for at in np.flatnonzero(found == 0).tolist():
@@ -280,7 +284,7 @@ class TableColumns:
         return found
 
     def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """An empty column of a batch of `n` rows: a tensor for numbers, else a list."""
+        """Return an empty column of a batch of `n` rows: a tensor for numbers, else a list."""
         dtype = _dtype(self._columns[name].type)
         return [None] * n if dtype is None else allocate((n,), dtype)
 
@@ -306,7 +310,7 @@ class TableColumns:
 
 
 def _dtype(kind: Any) -> torch.dtype | None:
-    """That of `default_collate` for values of this type; None if it makes no tensor of them."""
+    """Return that of `default_collate` for values of this type; None if it makes no tensor of them."""
     types = pa.types
     if types.is_boolean(kind):
         return torch.bool
@@ -322,24 +326,24 @@ def write_table(descriptor: int, table: Any) -> None:
 
 
 def mapped_table(file: SharedFile) -> Any:
-    """The table in a file that `write_table` wrote: the pages of the file are its memory."""
+    """Return the table in a file that `write_table` wrote: the pages of the file are its memory."""
     return pa.ipc.open_file(pa.py_buffer(file.map)).read_all()
 
 
 def _has_parts(kind: Any) -> bool:
-    """Whether a value is a list, an array or a dict."""
+    """Return whether a value is a list, an array or a dict."""
     return pa.types.is_nested(kind) or isinstance(kind, pa.FixedShapeTensorType)
 
 
 def _reader(column: Any) -> Callable[[int], Any]:
-    """Row -> value."""
+    """Return row -> value."""
     if _has_parts(column.type):
         return lambda row: to_python(column.slice(row, 1))[0]
     return lambda row: column[row].as_py()  # a tenth of the time
 
 
 def _storable(name: str, column: Any) -> Any:
-    """The column as one array without nulls."""
+    """Return the column as one array without nulls."""
     check_type(name, column.type)
     column = pa.chunked_array([decoded(chunk) for chunk in column.chunks])
     row = _null_row(column)
@@ -371,7 +375,7 @@ def _signed(name: str, column: Any) -> Any:
 
 
 def _null_row(column: Any) -> int | None:
-    """The first row that is null, or has a null in its list or struct."""
+    """Return the first row that is null, or has a null in its list or struct."""
     if not _has_nulls(column):
         return None
     if column.null_count:
@@ -394,7 +398,7 @@ def _has_nulls(column: Any) -> bool:
 
 
 def _regular(column: Any) -> Any:
-    """Lists of lists of one length, such as boxes, with that length: a row without any is (0, 4) then."""
+    """Give lists of lists of one length, such as boxes, that length: a row without any is (0, 4) then."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return column

@@ -57,7 +57,7 @@ _OF_ENUMS = (FunctionType, staticmethod, classmethod, property)
 
 
 def content_of(data: np.ndarray[Any, Any] | memoryview | bytes) -> bytes:
-    """A digest of the bytes of an array, in C order; fast enough for a model's weights."""
+    """Return a digest of the bytes of an array, in C order; fast enough for a model's weights."""
     if isinstance(data, np.ndarray):
         flat = np.ascontiguousarray(data).reshape(-1)
         data = flat.view(np.uint8).data if data.nbytes else b""
@@ -65,7 +65,7 @@ def content_of(data: np.ndarray[Any, Any] | memoryview | bytes) -> bytes:
 
 
 def members_of(cls: type) -> list[tuple[str, Any]]:
-    """The methods and attributes that a class defines, by name; of an enum also the members' values."""
+    """Return the methods and attributes that a class defines, by name; of an enum also the members' values."""
     members = dict(vars(cls))
     if issubclass(cls, enum.Enum):
         members = {name: member for name, member in members.items() if isinstance(member, _OF_ENUMS)}
@@ -79,7 +79,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
 
 
 def digest_of_code(code: CodeType) -> bytes:
-    """A digest of what the code does, without its file and line numbers."""
+    """Return a digest of what the code does, without its file and line numbers."""
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     table = code.co_exceptiontable
@@ -101,7 +101,7 @@ def _constant(value: Any) -> str:
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
-    """The code, and that of the functions, comprehensions and classes in it."""
+    """Return the code, and that of the functions, comprehensions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -109,7 +109,8 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def globals_of(code: CodeType) -> list[tuple[str, ...]]:
-    """The globals that code reads, sorted, each with the attributes taken of it: ("np", "random", "rand").
+    """Return the globals that code reads, sorted, each with the attributes taken of it: ("np", "random",
+    "rand").
 
     `co_names` was rejected: it does not tell globals from attributes, and a lock of the name of an attribute
     would be described too.
@@ -131,7 +132,7 @@ def globals_of(code: CodeType) -> list[tuple[str, ...]]:
 
 
 def imports_of(code: CodeType, package: str) -> list[str]:
-    """The modules that code imports when it runs, sorted.
+    """Return the modules that code imports when it runs, sorted.
 
     Args:
         package: that of the code's module, for relative imports.
@@ -151,7 +152,7 @@ def imports_of(code: CodeType, package: str) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def library(module: str) -> str | None:
-    """The version of the library that a module belongs to; None for a module of the user's own."""
+    """Return the version of the library that a module belongs to; None for a module of the user's own."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return sys.implementation.cache_tag or ""
@@ -166,7 +167,7 @@ def library(module: str) -> str | None:
 
 
 def _version(top: str) -> str:
-    """By the metadata of the distribution: a module need not be loaded for it."""
+    """Return the version by the metadata of the distribution: a module need not be loaded for it."""
     try:
         return metadata.version(top)
     except metadata.PackageNotFoundError:
@@ -175,7 +176,7 @@ def _version(top: str) -> str:
 
 
 def _roots(top: str) -> list[Path]:
-    """Where a module that is not loaded would come from: its file, or the folders of the package."""
+    """Return where a module that is not loaded would come from: its file, or the folders of the package."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):  # none, or one that was made at run time
@@ -187,7 +188,7 @@ def _roots(top: str) -> list[Path]:
 
 
 def files_of(module: str) -> list[Path]:
-    """The source files of a module and of the packages around it, which need not be loaded."""
+    """Return the source files of a module and of the packages around it, which need not be loaded."""
     top, *parts = module.split(".")
     files = []
     for root in _roots(top):
@@ -200,7 +201,7 @@ def files_of(module: str) -> list[Path]:
 
 
 def found(module: str, qualname: str) -> Any:
-    """The value of a name such as "Class.method" in a loaded module, or None."""
+    """Return the value of a name such as "Class.method" in a loaded module, or None."""
     value: Any = sys.modules.get(module)
     for name in qualname.split("."):
         value = getattr(value, name, None)
@@ -214,7 +215,7 @@ _Where = tuple[Any, str, Any]  # the place before this one, or None; how this on
 
 
 def describe(value: Any, name: str) -> str:
-    """A text that two values share only if they hold the same.
+    """Return a text that two values share only if they hold the same.
 
     Args:
         value: a function or a dataset on which the samples depend.
@@ -310,7 +311,7 @@ class _Description:
             self._add_globals(value, where)
 
     def _add_globals(self, value: types.FunctionType, where: _Where) -> None:
-        """What the code names outside of itself, as far as it is not Python's own."""
+        """Add what the code names outside of itself, as far as it is not Python's own."""
         for names in globals_of(value.__code__):
             if names[0] not in value.__globals__:
                 continue
@@ -327,7 +328,7 @@ class _Description:
             self._add_unloaded(module)
 
     def _add_unloaded(self, module: str) -> None:
-        """A module that code imports when it runs. It may not be loaded: that may be slow."""
+        """Add a module that code imports when it runs. It may not be loaded: that may be slow."""
         if library(module) is not None:
             return self._add_library(module, "")
         for file in files_of(module):
@@ -403,7 +404,7 @@ class _Description:
         self._add_members(value, where, "__class__")
 
     def _add_object(self, value: Any, where: _Where) -> None:
-        """As pickle would keep it, which knows the state of objects that have no `__dict__`."""
+        """Add an object as pickle would keep it, which knows the state of those that have no `__dict__`."""
         self.add(type(value), (where, ".{}", "__class__"))
         content = getattr(type(value), "__fingerprint__", None)
         if callable(content):  # what samples depend on, without what changes as they are read
@@ -450,7 +451,7 @@ def _way_out(name: str) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is of Python's plain values throughout, as far as that is cheap to find out."""
+    """Return whether it is of Python's plain values throughout, as far as that is cheap to find out."""
     kind = type(value)
     if kind is dict:
         return set(map(type, chain(value, value.values()))) <= _PLAIN

@@ -131,11 +131,11 @@ class ObjectDataset(StoreDataset):
         return f"{type(self).__name__}({self._store.url!r}, {len(self):,} samples{cache})"
 
     def listing(self) -> Manifest:
-        """The objects as they were listed: key, size and version of each sample."""
+        """Return the objects as they were listed: key, size and version of each sample."""
         return self._manifest
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> indices of the samples that have it; keys that no sample has are left out."""
+        """Return key -> indices of the samples that have it; keys that no sample has are left out."""
         return self._manifest.find(keys)
 
     # --- the layout

@@ -3,7 +3,7 @@
     bytes ─▶ encode ─▶ payload, in the cache ─▶ open ─▶ value ─▶ sample or row of a batch
 
     ObjectPayloads   an object: an image, or whatever the user's `decode` makes of it
-    FilePayloads     an object of any kind, of which a table names several for a sample (`datasets.sample_files`)
+    FilePayloads     an object of any kind, of which a table names several (`datasets.sample_files`)
     RecordPayloads   a record of several fields, of a shard
 
 The cache's mode says what is kept of an image (`fastload.cache.codecs`). With a `decode` of the user, mode
@@ -69,7 +69,9 @@ class ObjectPayloads:
         self.key = () if self.codec.keeps_bytes else (_VERSION, *layout, *_key_of(decode))
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What samples depend on: the same for all modes that lose nothing. See `datasets.fingerprint`."""
+        """Return what samples depend on: the same for all modes that lose nothing. See
+        `datasets.fingerprint`.
+        """
         state = {name: value for name, value in vars(self).items() if name not in ("codec", "key")}
         lossless = self.codec.lossless
         mode = "raw" if lossless else repr((self.codec.mode, *self.codec.key_parts))
@@ -263,7 +265,7 @@ def keep(payload: Any) -> None:
 
 
 def asks_for_key(decode: Callable[..., Any] | None) -> bool:
-    """Whether a function has a parameter `key` without default, beside its first one.
+    """Return whether a function has a parameter `key` without default, beside its first one.
 
     One with a default was rejected: a `partial` that binds `key` would be given another.
     """

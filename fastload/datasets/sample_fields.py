@@ -63,11 +63,11 @@ class Shape:
         self._structure = self._named(fields, None, "fields", name_of)
 
     def sample(self, values: Mapping[str, Any]) -> Any:
-        """The values of one sample in its structure: tuples for tuples and lists, dicts for mappings."""
+        """Return the values of one sample in its structure: tuples for tuples and lists, dicts for mappings."""
         return _sample(self._structure, values)
 
     def batch(self, columns: Mapping[str, Any]) -> Any:
-        """The columns of a batch in the structure that `default_collate` gives.
+        """Return the columns of a batch in the structure that `default_collate` gives.
 
         That is a list for a tuple; and a column of texts is a tuple directly in that list, else a list.
         """
@@ -77,7 +77,7 @@ class Shape:
         return f"Shape({self._structure!r})"
 
     def _named(self, fields: Any, key: str | None, path: str, name_of: Callable[[Any], str]) -> Any:
-        """The structure, with the leaves' names in place of the leaves."""
+        """Return the structure, with the leaves' names in place of the leaves."""
         if isinstance(fields, self._leaf_types):
             name = self._unused(name_of(fields) if key is None else key)
             self.leaves[name] = fields
@@ -191,7 +191,7 @@ class RecordFields(SampleFields):
 
 
 def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for the rows of a batch that is taken apart into samples, for the user's `collate_fn`.
+    """Return memory for the rows of a batch that is taken apart into samples, for the user's `collate_fn`.
 
     Values that differ in length from row to row need no column there.
     """
@@ -199,7 +199,9 @@ def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_column(value: Any, n: int, allocate: Allocate) -> Any:
-    """An empty column of `n` rows for values like this one; None where `default_collate` has to make it."""
+    """Return an empty column of `n` rows for values like this one; None where `default_collate` has to make
+    it.
+    """
     dtype = _DTYPES.get(type(value))
     if dtype is not None:
         return allocate((n,), dtype)
@@ -222,7 +224,8 @@ def new_column(value: Any, n: int, allocate: Allocate) -> Any:
 
 
 def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | None:
-    """(type, the column as an array), if values of that type can be written into the array as they are.
+    """Return (type, the column as an array), if values of that type can be written into the array as they
+    are.
 
     That costs a tenth of writing a number into a tensor. None for other columns.
     """
@@ -240,13 +243,13 @@ class _Texts(list[Any]):
 
 
 def collate_column(values: list[Any]) -> Any:
-    """The column that `default_collate` makes of these values. Raises what that raises."""
+    """Return the column that `default_collate` makes of these values. Raises what that raises."""
     made = default_collate(values)
     return _Columns(made) if type(made) is list and isinstance(values[0], list | tuple) else made
 
 
 def as_batch(columns: Any) -> Any:
-    """The columns of a filled batch with the classes that `default_collate` gives them."""
+    """Return the columns of a filled batch with the classes that `default_collate` gives them."""
     if isinstance(columns, dict):
         return {name: as_batch(column) for name, column in columns.items()}
     if isinstance(columns, _Texts):

@@ -33,17 +33,18 @@ PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 
 
 def extension_of(name: str) -> str:
-    """What follows the last dot of a name, or all of a name without a dot."""
+    """Return what follows the last dot of a name, or all of a name without a dot."""
     return name.rpartition(".")[2]
 
 
 def has_opener(extension: str) -> bool:
-    """Whether files with this extension are neither images nor plain bytes."""
+    """Return whether files with this extension are neither images nor plain bytes."""
     return extension in _OPENERS
 
 
 def open_file(extension: str, value: Any, what: str) -> Any:
-    """The content of a file that is no image. Whether a pickle may be read is for the caller to decide.
+    """Return the content of a file that is no image. Whether a pickle may be read is for the caller to
+    decide.
 
     Args:
         extension: as `extension_of`, in lower case.
@@ -77,7 +78,7 @@ def _open_json(value: Any) -> Any:
 
 
 def _open_npy(value: Any) -> Any:
-    """An array. Its size is checked against the bytes at hand before it is allocated."""
+    """Return an array. Its size is checked against the bytes at hand before it is allocated."""
     file = BytesIO(value)
     version = np.lib.format.read_magic(file)
     read_header = {
@@ -235,7 +236,7 @@ class File:
 
 
 def pattern_parts(pattern: str) -> list[tuple[str, str | None]]:
-    """The pieces of "images/{id}.jpg": a text, and the column behind it or None.
+    """Return the pieces of "images/{id}.jpg": a text, and the column behind it or None.
 
     A pattern without braces is the name of a column.
 

@@ -241,7 +241,7 @@ class FieldTransforms:
     def _warn_of_masks(
         self, fields: Mapping[str, Any], crops: Mapping[str, Crop], images: Sequence[str]
     ) -> None:
-        """Not an error, for a PNG with a palette or in grey may well be a photo."""
+        """Warn. It is no error, for a PNG with a palette or in grey may well be a photo."""
         if self._masks_seen or len(images) < 2:
             return
         masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
@@ -288,7 +288,7 @@ class KeptImages:
         return self.every or bool(self.names)
 
     def covers(self, other: KeptImages) -> bool:
-        """Whether these are all that another transform needs."""
+        """Return whether these are all that another transform needs."""
         return self.every or (not other.every and other.names <= self.names)
 
     def __str__(self) -> str:
@@ -299,14 +299,14 @@ NO_IMAGES = KeptImages()
 
 
 def images_kept(transform: Any) -> KeptImages:
-    """The images that a cache has to keep as they are for this transform, in all epochs."""
+    """Return the images that a cache has to keep as they are for this transform, in all epochs."""
     if isinstance(transform, Mapping):
         return KeptImages(frozenset(name for name, part in transform.items() if _needs_own_values(part)))
     return KeptImages(every=_needs_own_values(transform))
 
 
 def is_cropped(transform: Any) -> bool:
-    """Whether a fused transform interpolates an image, in any epoch."""
+    """Return whether a fused transform interpolates an image, in any epoch."""
     parts = transform.values() if isinstance(transform, Mapping) else [transform]
     return any(
         isinstance(each, Crop) and not each.own_values for part in parts for each in all_transforms(part)
@@ -314,7 +314,7 @@ def is_cropped(transform: Any) -> bool:
 
 
 def always_fused(names: Collection[str], transform: Any) -> bool:
-    """Whether each of these images has a fused transform, in all epochs."""
+    """Return whether each of these images has a fused transform, in all epochs."""
     parts = transform if isinstance(transform, Mapping) else dict.fromkeys(names, transform)
     return all(isinstance(each, Crop) for name in names for each in all_transforms(parts.get(name)))
 
@@ -345,7 +345,7 @@ def check_cut_alike(transform: Any) -> None:
 
 
 def transform_together(crops: Mapping[str, Crop], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The images of one sample, transformed.
+    """Return the images of one sample, transformed.
 
     Of several images, all boxes are drawn from one seed, which comes from torch's global generator. To set
     that generator back for each image was rejected: other threads of a loader draw from it in between.

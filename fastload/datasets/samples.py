@@ -46,10 +46,10 @@ class ValueColumns(Protocol):
         """The names of those that can be written into a batch for many samples at once."""
 
     def row(self, record: int) -> dict[str, Any]:
-        """The values of a sample."""
+        """Return the values of a sample."""
 
     def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """An empty column of `n` rows for one that is regular."""
+        """Return an empty column of `n` rows for one that is regular."""
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         """Write the values of these samples into rows of columns."""

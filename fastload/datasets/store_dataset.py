@@ -118,7 +118,7 @@ class StoreDataset(Dataset[Any]):
         return {name: value for name, value in self.__dict__.items() if not isinstance(value, ProcessLocal)}
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What samples depend on: see `datasets.fingerprint`."""
+        """Return what samples depend on: see `datasets.fingerprint`."""
         return {name: value for name, value in self.__getstate__().items() if name not in self._passing}
 
     def __getitem__(self, index: int) -> Any:
@@ -139,11 +139,12 @@ class StoreDataset(Dataset[Any]):
         self._transform = transform
 
     def key(self, index: int) -> str:
-        """The object key of a sample, relative to `url`; of a record in a shard with its offset there."""
+        """Return the object key of a sample, relative to `url`; of a record in a shard with its offset there."""
         return self._name(self._record(index))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]] | None:
-        """Key -> indices of the samples that have it, as `key` gives it, without keys that no sample has.
+        """Return key -> indices of the samples that have it, as `key` gives it, without keys that no sample
+        has.
 
         None: only a look at the keys of all samples tells.
         """
@@ -239,31 +240,31 @@ class StoreDataset(Dataset[Any]):
 
     @abstractmethod
     def _source(self) -> Source:
-        """Where objects come from."""
+        """Return where objects come from."""
 
     @abstractmethod
     def _record(self, index: int) -> int:
-        """The record of an index. Raises `IndexError` where there is none."""
+        """Return the record of an index. Raises `IndexError` where there is none."""
 
     def _objects(self, record: int) -> Sequence[int]:
-        """The objects that are read for a record, as its source numbers them."""
+        """Return the objects that are read for a record, as its source numbers them."""
         return (record,)
 
     @abstractmethod
     def _name(self, record: int) -> str:
-        """A record in error messages."""
+        """Return a record in error messages."""
 
     @abstractmethod
     def _cache_key(self, item: int) -> bytes:
-        """The cache key of an object."""
+        """Return the cache key of an object."""
 
     @abstractmethod
     def _some_keys(self) -> list[bytes]:
-        """The cache keys of a few objects: the same each time."""
+        """Return the cache keys of a few objects: the same each time."""
 
     @abstractmethod
     def _new_builder(self, transform: Transform) -> SampleBuilder:
-        """What makes samples with this transform.
+        """Return what makes samples with this transform.
 
         Raises:
             ArgumentError: the transform does not go with the fields.
@@ -271,16 +272,16 @@ class StoreDataset(Dataset[Any]):
 
     @abstractmethod
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A number for each sample: of its key and version, wherever it is stored or cached."""
+        """Return a number for each sample: of its key and version, wherever it is stored or cached."""
 
     def _records(self, indices: Iterable[int]) -> NDArray[np.int64]:
-        """The number by which each sample draws its random numbers: the same, whatever its index is."""
+        """Return the number by which each sample draws its random numbers: the same, whatever its index is."""
         records = np.fromiter(map(operator.index, indices), np.int64)
         records %= len(self)  # type: ignore[arg-type]
         return records
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
-        """What was listed, and where that is kept; None: nothing is, or shards are."""
+        """Return what was listed, and where that is kept; None: nothing is, or shards are."""
         return None
 
     def _digests(self) -> tuple[str, str] | None:
@@ -321,7 +322,7 @@ class StoreDataset(Dataset[Any]):
         self._keys.drop()
 
     def _settle_mode(self, total_bytes: int, count: int | None = None) -> None:
-        """The end of a constructor: whether a mode that is for images applies to this dataset.
+        """End a constructor: decide whether a mode that is for images applies to this dataset.
 
         A cache that was filled in mode "raw" goes on in that mode under "auto", the default: nothing is read
         again. Without a cache there is nothing to be gained.
@@ -362,7 +363,7 @@ class StoreDataset(Dataset[Any]):
         return Forecaster(self.cache, codec, total_bytes, self._share_kept, count)
 
     def _share_kept(self) -> float:
-        """The share of the samples that the cache has, estimated from a few: the same each time."""
+        """Return the share of the samples that the cache has, estimated from a few: the same each time."""
         assert self.cache is not None
         if not self.cache.exists():
             return 0.0
@@ -382,7 +383,7 @@ class StoreDataset(Dataset[Any]):
         return Prefetcher(self._source(), self.cache, prepare=encode, counters=self.counters)
 
     def _cache_to_fill(self) -> Cache:
-        """The cache that `warm` fills.
+        """Return the cache that `warm` fills.
 
         Raises:
             ArgumentError: there is none.
@@ -402,7 +403,7 @@ class StoreDataset(Dataset[Any]):
         return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
 
     def _encoder(self) -> Callable[[Any, int], Any] | None:
-        """(bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
+        """Return (bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
         encode = self._payloads.encode
         if encode is None:
             return None
@@ -411,7 +412,7 @@ class StoreDataset(Dataset[Any]):
         return lambda payload, record: encode(payload)
 
     def _get(self, record: int) -> Any:
-        """What the prefetcher has of a record; an error of reading or preparing it carries its name."""
+        """Return what the prefetcher has of a record; an error of reading or preparing it carries its name."""
         try:
             return self._prefetchers.get().get(record)
         except FastloadError as error:
@@ -419,12 +420,12 @@ class StoreDataset(Dataset[Any]):
             raise
 
     def _is_here(self, record: int) -> bool:
-        """Whether `_get` will not wait for the store."""
+        """Return whether `_get` will not wait for the store."""
         prefetcher = self._prefetchers.peek()  # a stream's records come without one
         return prefetcher is not None and all(map(prefetcher.is_here, self._objects(record)))
 
     def _finish(self, record: int, payload: Any) -> Any:
-        """What the prefetcher hands out -> sample."""
+        """Return what the prefetcher hands out -> sample."""
         try:
             return self._builder.sample(self._restore(record, payload), record)
         except FastloadError as error:
@@ -434,12 +435,12 @@ class StoreDataset(Dataset[Any]):
             keep(payload)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        """What the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
+        """Return what the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
         key = self._name(record) if self._payloads.asks_for_key else None
         return self._payloads.open(payload, key, readonly=readonly)
 
     def _named(self, error: Exception, record: int | None) -> Exception:
-        """The error, with the name of its record if it has none yet."""
+        """Return the error, with the name of its record if it has none yet."""
         if isinstance(error, FastloadError) and error.key is None and record is not None:
             error.key = self._name(record)
         return error
@@ -451,7 +452,7 @@ def override_of(dataset: Any) -> str | None:
 
 
 def check_on_change(value: Any) -> None:
-    """The argument `on_change` of datasets of objects.
+    """Check the argument `on_change` of datasets of objects.
 
     Raises:
         ArgumentError: it is none of the two.

@@ -181,14 +181,14 @@ class TableDataset(StoreDataset):
         return f"{type(self).__name__}({where}{self._count:,} samples, fields={self.fields!r}{cache})"
 
     def key(self, index: int) -> str:
-        """The key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
+        """Return the key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
         return super().key(index)
 
     def _payload(self, index: int) -> list[Any]:
         return settled(self._get(self._record(index)))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> indices of the samples that have it, as `key` gives it."""
+        """Return key -> indices of the samples that have it, as `key` gives it."""
         if not self._files:
             numbers = {key: key.removeprefix("row ") for key in keys if key.startswith("row ")}
             return {
@@ -217,7 +217,7 @@ class TableDataset(StoreDataset):
         return self._requests
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Of its objects and their versions, and of its values in the table."""
+        """Return that of its objects and their versions, and of its values in the table."""
         numbers = np.zeros(len(records), np.uint64)
         if self._columns is not None:
             numbers += self._columns.identities(records)
@@ -230,18 +230,18 @@ class TableDataset(StoreDataset):
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
 
     def _record(self, index: int) -> int:
-        """The row of an index."""
+        """Return the row of an index."""
         return check_index(index, self._count, "rows of the table")
 
     def _objects(self, record: int) -> range:
-        """The objects of a row, in the order of the fields."""
+        """Return the objects of a row, in the order of the fields."""
         return range(record * len(self._files), (record + 1) * len(self._files))
 
     def _name(self, record: int) -> str:
         return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"
 
     def _cache_key(self, item: int, version: str | None = None) -> bytes:
-        """The cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
+        """Return the cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
         manifest, payloads = self._manifest, self._files[item % len(self._files)].payloads
         version = manifest.version(item) if version is None else version
@@ -279,7 +279,7 @@ class TableDataset(StoreDataset):
         return encode
 
     def _get(self, record: int) -> list[Any]:
-        """The payloads of a row's objects."""
+        """Return the payloads of a row's objects."""
         payloads: list[Any] = []
         objects = self._objects(record)
         for item in objects:
@@ -293,7 +293,7 @@ class TableDataset(StoreDataset):
         return payloads
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
-        """A row's payloads -> the fields of a sample that are objects."""
+        """Return a row's payloads -> the fields of a sample that are objects."""
         row = Row()
         for item, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
             try:
@@ -308,7 +308,7 @@ class TableDataset(StoreDataset):
         return row
 
     def _object_name(self, item: int) -> str:
-        """An object in error messages."""
+        """Return an object in error messages."""
         row, number = divmod(item, len(self._files))
         return f"{self._manifest.key(item)} ({self._files[number].name} of row {row})"
 

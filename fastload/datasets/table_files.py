@@ -56,7 +56,7 @@ _BAD = (
 
 
 def read_table(table: Any, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
-    """These columns of a table, as a `pyarrow.Table`.
+    """Return these columns of a table, as a `pyarrow.Table`.
 
     Args:
         table: a URL or path; anything that Arrow knows as a table; a pandas DataFrame; rows as mappings; or a
@@ -125,7 +125,7 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
 def _parsed(
     data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str], most: int
 ) -> Any:
-    """The columns, of a table that may be `most` bytes inflated."""
+    """Return the columns, of a table that may be `most` bytes inflated."""
     kind = _KINDS[ending]
     if kind_of(data) == "gzip":
         data = _inflated(data, url, most)
@@ -211,13 +211,13 @@ def _from_csv(
 
 
 def _is_large(column: Any) -> bool:
-    """Whether a column of floats has one that may stand for a whole number beyond int64."""
+    """Return whether a column of floats has one that may stand for a whole number beyond int64."""
     most = pc.max(pc.abs(column)).as_py() if pa.types.is_floating(column.type) else None
     return most is not None and most >= 2**63
 
 
 def _dates_as_text(schema: Any) -> dict[str, Any]:
-    """Column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
+    """Return column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
     return {field.name: kind for field in schema if (kind := _undated(field.type)) != field.type}
 
 
@@ -232,7 +232,7 @@ def _undated(kind: Any) -> Any:
 
 
 def _header_end(data: memoryview) -> int:
-    """Where the first line ends that closes its quotes."""
+    """Return where the first line ends that closes its quotes."""
     quotes, at = 0, 0
     for line in bytes(data[: 1 << 20]).splitlines(keepends=True):
         quotes, at = quotes + line.count(b'"'), at + len(line)
@@ -260,7 +260,7 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
 
 
 def _is_deep(data: memoryview) -> bool:
-    """Whether a line of JSON is nested more deeply than Python's own parser goes."""
+    """Return whether a line of JSON is nested more deeply than Python's own parser goes."""
     for line in re.finditer(rb"[^\n]+", data):
         text = line[0]
         if text.count(b"[") + text.count(b"{") > _MOST_DEEP:
@@ -323,7 +323,9 @@ def _joined(columns: Mapping[str, Any]) -> Any:
 
 
 def _array(name: str, values: Any) -> Any:
-    """The values of one column in Arrow's memory; arrays of more than one dimension as lists of numbers."""
+    """Return the values of one column in Arrow's memory; arrays of more than one dimension as lists of
+    numbers.
+    """
     try:
         if isinstance(values, pa.Array | pa.ChunkedArray):
             return values
@@ -365,7 +367,8 @@ def _listed(names: Sequence[str], wanted: str) -> str:
 
 
 def object_keys(patterns: Sequence[str], table: Any, url: str, read_from: str = "") -> tuple[str, list[str]]:
-    """(URL, keys relative to it) of the objects that `patterns` name in each row, one row after the other.
+    """Return (URL, keys relative to it) of the objects that `patterns` name in each row, one row after the
+    other.
 
     Keys may begin with the URL. Where `url` is "", they must be URLs or absolute paths that a file may name:
     then it is the deepest that all share.
@@ -397,7 +400,7 @@ def _is_local(url: str) -> bool:
 
 
 def _keys_of(pattern: str, table: Any) -> Any:
-    """The keys of one pattern as an Arrow array, one for each row."""
+    """Return the keys of one pattern as an Arrow array, one for each row."""
     pieces = []
     for text, name in pattern_parts(pattern):
         if text:
@@ -426,7 +429,7 @@ def _texts(name: str, column: Any) -> Any:
 
 
 def _shared_root(patterns: Sequence[str], columns: Sequence[Any]) -> str:
-    """The deepest directory or prefix of all keys, which are URLs or absolute paths."""
+    """Return the deepest directory or prefix of all keys, which are URLs or absolute paths."""
     ends = [pc.min_max(column).as_py() for column in columns]
     values = [end[name] for end in ends for name in ("min", "max")]  # what these share, all others do
     for pattern, value in zip(patterns, values[::2], strict=True):

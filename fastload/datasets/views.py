@@ -48,7 +48,7 @@ _prefetches: ContextVar[Prefetches | None] = ContextVar("prefetches", default=No
 
 @contextlib.contextmanager
 def noted_prefetches(notes: Prefetches) -> Iterator[None]:
-    """Inside, each `prefetch` of a `StoreDataset` is added to `notes`, also if the user's code calls it."""
+    """Add each `prefetch` of a `StoreDataset` inside to `notes`, also if the user's code calls it."""
     before = _prefetches.set(notes)
     try:
         yield
@@ -57,7 +57,7 @@ def noted_prefetches(notes: Prefetches) -> Iterator[None]:
 
 
 def note_prefetch(dataset: Any, indices: list[Any]) -> None:
-    """Called by the `prefetch` of a dataset: whoever reads ahead may have to cancel these."""
+    """Note what the `prefetch` of a dataset was told: whoever reads ahead may have to cancel these."""
     notes = _prefetches.get()
     if notes is not None:
         notes.append((dataset, indices))
@@ -109,7 +109,7 @@ class StreamDataset(Protocol):
     """
 
     def must_stream(self) -> bool:
-        """Whether the epoch that begins has to be read as streams.
+        """Return whether the epoch that begins has to be read as streams.
 
         Looks, cheaply, for record offsets that were learned since the last call, by other processes too. Once
         it is False it stays False.
@@ -118,17 +118,17 @@ class StreamDataset(Protocol):
     def plan_streams(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
     ) -> list[dict[str, Any]]:
-        """The first states of `count` streams of this rank, as `SampleStream.state()` would give them.
+        """Return the first states of `count` streams of this rank, as `SampleStream.state()` would give them.
 
         With the streams of the other ranks, planned from the same arguments, they cover every sample exactly
         once. Streams may be empty. Called in the trainer's process, which must not use a native client.
         """
 
     def open_stream(self, state: dict[str, Any]) -> SampleStream:
-        """The stream from `state` on. Called in the process that reads it; several may be open there."""
+        """Return the stream from `state` on. Called in the process that reads it; several may be open there."""
 
     def known_indexes(self) -> dict[int, bytes]:
-        """Shard -> its index in bytes, of all shards that are indexed; to be sent to other ranks."""
+        """Return shard -> its index in bytes, of all shards that are indexed; to be sent to other ranks."""
 
     def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
         """Take over indexes of other ranks. They are kept where the workers of this node find them too."""
@@ -155,7 +155,7 @@ def overriding_method(dataset: Any, home: type) -> str | None:
 
 
 def _written_in(method: Any, cls: type) -> bool:
-    """Whether a function stands in the body of a class."""
+    """Return whether a function stands in the body of a class."""
     place = getattr(method, "__module__", None), getattr(method, "__qualname__", "").rpartition(".")[0]
     return place == (cls.__module__, cls.__qualname__) and not hasattr(method, "__wrapped__")
 
@@ -176,7 +176,7 @@ class EncodedRows(Protocol):
     """A view whose images can leave the worker encoded, to be decoded on the device."""
 
     def why_not_encoded(self, decode: str = "") -> str | None:
-        """None if that works as this dataset is set up; otherwise the reason why it does not.
+        """Return None if that works as this dataset is set up; otherwise the reason why it does not.
 
         Args:
             decode: the loader's decoder; "": one that was already found to take what the cache keeps.
@@ -189,7 +189,7 @@ class EncodedRows(Protocol):
         """As `View.new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
 
     def finish_encoded_batch(self, batch: Any) -> Any:
-        """The batch with all its rows filled, and `EncodedImages` in that place."""
+        """Return the batch with all its rows filled, and `EncodedImages` in that place."""
 
 
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
@@ -233,25 +233,25 @@ class View(ABC):
         self.bulk = any(part.bulk for part in parts)
 
     def leaves(self) -> Iterator[Leaf]:
-        """The datasets that read and write the rows."""
+        """Return the datasets that read and write the rows."""
         for part in self.parts:
             yield from part.leaves()
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
-        """The datasets at the bottom, each with its samples that these samples are made of."""
+        """Return the datasets at the bottom, each with its samples that these samples are made of."""
         for part in self.parts:
             yield from part.reached(None)
 
     def made_by_kernel(self) -> bool:
-        """Whether only fastload's own code makes the samples, and none of the user."""
+        """Return whether only fastload's own code makes the samples, and none of the user."""
         return bool(self.parts) and all(part.made_by_kernel() for part in self.parts)
 
     def writes(self) -> bool:
-        """Whether there are rows in it that fastload writes, with the transforms that are set now."""
+        """Return whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
 
     def start_epoch(self, epoch: int) -> None:
-        """From now on, samples are of this epoch: for transforms that go by it."""
+        """Begin an epoch, of which all samples are from now on: for transforms that go by it."""
         for part in self.parts:
             part.start_epoch(epoch)
 
@@ -261,34 +261,35 @@ class View(ABC):
 
     @abstractmethod
     def cancel(self, indices: list[Any]) -> None:
-        """These prefetched samples will not be used."""
+        """Drop these prefetched samples: they will not be used."""
 
     @abstractmethod
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
-        """For each index a function that makes its sample. Rows are filled now, all of a dataset at once.
+        """Return for each index a function that makes its sample. Rows are filled now, all of a dataset at
+        once.
 
         Raises:
             Exception: one that ends the batch, such as MemoryError.
         """
 
     def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
-        """Key -> indices of the samples that have it; None where only a look at the keys of all tells."""
+        """Return key -> indices of the samples that have it; None where only a look at the keys of all tells."""
         return None
 
     def key(self, index: Any) -> str | None:
-        """The key of a sample; None where it has none."""
+        """Return the key of a sample; None where it has none."""
         return None
 
     def streams(self) -> StreamDataset | None:
-        """The dataset that can be read as streams in place of this one."""
+        """Return the dataset that can be read as streams in place of this one."""
         return None
 
     def encoded(self) -> EncodedRows | None:
-        """The dataset whose images may leave the worker encoded in place of this one's."""
+        """Return the dataset whose images may leave the worker encoded in place of this one's."""
         return None
 
     def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
-        """A number for each sample: which one it is, and the random numbers that it was made with.
+        """Return a number for each sample: which one it is, and the random numbers that it was made with.
 
         Where nothing more is known of a sample than its index, that is which one it is.
 
@@ -301,30 +302,33 @@ class View(ABC):
         return mix_all(numbers.view(np.uint64) ^ sample_seeds(seed, epoch, numbers))
 
     def listed(self) -> tuple[str, str] | None:
-        """Digests of (keys, versions) of the objects that were listed; None: there are none."""
+        """Return digests of (keys, versions) of the objects that were listed; None: there are none."""
         return None
 
     def changes_since(self, keys: str, versions: str) -> str:
-        """What was added, removed and changed since the listing with these digests, in words; "" if nothing
+        """Return what was added, removed and changed since the listing with these digests, in words; "" if
+        nothing
         was, or if that listing is not known any more."""
         return ""
 
     def budget(self) -> RequestBudget | None:
-        """What was asked of its store, by all processes of this trainer; None: it has none, or several."""
+        """Return what was asked of its store, by all processes of this trainer; None: it has none, or
+        several.
+        """
         return None
 
     # --- what an index says; that of a mixture says the pass too
 
     def lengths(self, length: int) -> dict[str, int]:
-        """Source -> its samples; {"": `length`, that of the dataset} where there are no sources."""
+        """Return source -> its samples; {"": `length`, that of the dataset} where there are no sources."""
         return {"": length}
 
     def position(self, index: int, length: int) -> int:
-        """The position of a sample in a dataset of `length` samples."""
+        """Return the position of a sample in a dataset of `length` samples."""
         return index + length if index < 0 else index
 
     def replacement(self, index: int, number: int, length: int) -> int:
-        """The index of another sample that may stand in the place of one, by a random number.
+        """Return the index of another sample that may stand in the place of one, by a random number.
 
         Args:
             length: of the dataset.
@@ -332,17 +336,17 @@ class View(ABC):
         return number % length
 
     def sample_name(self, index: Any) -> str:
-        """A sample in error messages."""
+        """Return a sample in error messages."""
         return f"sample {index!r}"
 
     # --- rows straight into the batch
 
     def form(self) -> Any:
-        """What two parts must have in common to fill one batch; None where nothing does."""
+        """Return what two parts must have in common to fill one batch; None where nothing does."""
         return None
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """An empty collated batch of `n` rows, or None if the dataset has to be read sample by sample.
+        """Return an empty collated batch of `n` rows, or None if the dataset has to be read sample by sample.
 
         Args:
             allocate: memory for its tensors. `ordinary_memory` says that each row will be taken out
@@ -359,7 +363,7 @@ class View(ABC):
         raise NotImplementedError
 
     def sample(self, batch: Any, row: int) -> Any:
-        """The sample in a row, as `__getitem__` would return it."""
+        """Return the sample in a row, as `__getitem__` would return it."""
         raise NotImplementedError
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
@@ -367,7 +371,7 @@ class View(ABC):
         raise NotImplementedError
 
     def finish_batch(self, batch: Any) -> Any:
-        """A batch with all rows filled, as it is handed out."""
+        """Return a batch with all rows filled, as it is handed out."""
         return batch
 
 
@@ -455,7 +459,7 @@ def check_indexed(views: Sequence[View], kind: str) -> None:
 
 
 def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
-    """Indices as numbers; of what is no number, such as a text, a digest."""
+    """Return indices as numbers; of what is no number, such as a text, a digest."""
     try:
         return np.fromiter(map(operator.index, indices), np.int64, len(indices))
     except (TypeError, OverflowError):

@@ -229,7 +229,7 @@ class CachedDataset(Dataset[Any]):
         return self.cache.key("cached", self.fingerprint, str(index))
 
     def _cache_keys(self, index: int) -> list[bytes]:
-        """The key under which the cache has a sample, as of a `StoreDataset`."""
+        """Return the key under which the cache has a sample, as of a `StoreDataset`."""
         return [self._key(self._checked(index))]
 
     def _flush_cache(self) -> None:
@@ -253,7 +253,7 @@ _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among th
 
 
 def view_of(dataset: Any) -> View:
-    """The view of any map-style dataset, as far as it can be seen into."""
+    """Return the view of any map-style dataset, as far as it can be seen into."""
     if isinstance(dataset, StoreDataset):
         return StoreView(dataset)
     home = _home(type(dataset))
@@ -269,12 +269,12 @@ def view_of(dataset: Any) -> View:
 
 
 def _home(kind: type) -> type | None:
-    """The class that says what a dataset is made of: one of torch's, or one with a `_view`."""
+    """Return the class that says what a dataset is made of: one of torch's, or one with a `_view`."""
     return next((cls for cls in kind.__mro__ if cls in _TORCH or "_view" in vars(cls)), None)
 
 
 def _overriding_method(dataset: Any, home: type) -> str | None:
-    """The method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
+    """Return the method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
     mro = type(dataset).__mro__
     if any("prefetch" in vars(cls) for cls in mro[: mro.index(home)]) and _offers_prefetch(dataset):
         return "prefetch"
@@ -295,7 +295,7 @@ def _view_by(home: type, dataset: Any) -> View:
 
 
 def _offers_prefetch(dataset: Any) -> bool:
-    """Whether a dataset has a method `prefetch(indices)`. With another signature it is something else."""
+    """Return whether a dataset has a method `prefetch(indices)`. With another signature it is something else."""
     method = getattr(type(dataset), "prefetch", None)
     if not callable(method) or isinstance(dataset, IterableDataset):
         return False
@@ -321,7 +321,7 @@ class InnerDataset(NamedTuple):
 
 
 def inner_datasets(dataset: Any) -> list[InnerDataset]:
-    """The datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
+    """Return the datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
 
     Looks at the attributes of datasets, and at the items of lists, tuples and dicts among these. It runs no
     code of the user: properties are left alone. What is no dataset is not looked into.
@@ -347,7 +347,7 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
 
 
 def fastload_datasets(dataset: Any) -> list[Any]:
-    """`dataset` itself if it is one of fastload's, and those that it holds."""
+    """Return `dataset` itself if it is one of fastload's, and those that it holds."""
     own = [dataset] if isinstance(dataset, CacheFilling) else []
     found = [*own, *view_of(dataset).leaves(), *(inner.dataset for inner in inner_datasets(dataset))]
     return list({id(one): one for one in found}.values())
@@ -361,7 +361,7 @@ def start_epoch(datasets: list[Any], epoch: int) -> None:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether it is a dataset, or an object with attributes that looks like one of map style."""
+    """Return whether it is a dataset, or an object with attributes that looks like one of map style."""
     kind = type(value)
     if issubclass(kind, Dataset):
         return True
@@ -371,7 +371,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
+    """Return (name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
     attributes: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):  # a class with __slots__ alone
         attributes |= object.__getattribute__(holder, "__dict__")
@@ -388,7 +388,8 @@ def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
-    """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
+    """Return the samples that may stand in the place of `index`, the first choice first; there is no end of
+    them.
 
     They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
     So one more sample that is left out changes no choice but the choice of that sample. A sample stands in

@@ -155,7 +155,7 @@ _MASK_32, _MASK_63 = 2**32 - 1, 2**63 - 1
 
 
 def digest(*parts: object) -> int:
-    """A 64-bit number that is a function of `parts`."""
+    """Return a 64-bit number that is a function of `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
@@ -180,7 +180,7 @@ class SampleSeeds:
 
     @classmethod
     def current(cls) -> SampleSeeds | None:
-        """The seeds of the loader whose rows are filled in this thread; None if it has no seed."""
+        """Return the seeds of the loader whose rows are filled in this thread; None if it has no seed."""
         return getattr(cls.active, "seeds", None)
 
     def __enter__(self) -> None:
@@ -194,7 +194,7 @@ class SampleSeeds:
 
     @contextlib.contextmanager
     def within(self, part: int) -> Iterator[None]:
-        """Inside, samples get the random numbers of this part of a dataset."""
+        """Give the samples inside the random numbers of this part of a dataset."""
         before = self._beginning
         self._beginning = before.copy()
         self._beginning.update(f"{part!r}, ".encode())
@@ -204,7 +204,7 @@ class SampleSeeds:
             self._beginning = before
 
     def begin_batch(self, index: Any) -> None:
-        """Before a batch whose first sample is `index`: other code may have drawn since the last batch."""
+        """Begin a batch whose first sample is `index`: other code may have drawn since the last batch."""
         if not self._always and self._watched == _WATCHED:
             self._step_together(self._number(index))
 
@@ -218,7 +218,7 @@ class SampleSeeds:
         np.random.seed(number & _MASK_32)
 
     def call(self, index: Any, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of `function` for this sample.
+        """Return the result of `function` for this sample.
 
         The last sample of a batch is seeded with `set` instead, as `collate_fn` goes on from there.
 
@@ -248,7 +248,7 @@ class SampleSeeds:
         return function(*arguments)
 
     def _number(self, index: Any) -> int:
-        """`digest(seed, epoch, index)`, in half the time."""
+        """Return `digest(seed, epoch, index)`, in half the time."""
         whole = self._beginning.copy()
         whole.update(f"{index!r})".encode())
         return int.from_bytes(whole.digest(), "little")
@@ -260,7 +260,7 @@ class SampleSeeds:
         self._numpy.seed(number & _MASK_32)
 
     def _in_step(self) -> bool:
-        """Whether only this object has drawn from the generators."""
+        """Return whether only this object has drawn from the generators."""
         if (
             random.getrandbits(64) == self._python.getrandbits(64)
             and np.random.random_sample() == self._numpy.random_sample()
