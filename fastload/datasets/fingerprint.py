@@ -65,7 +65,7 @@ def content_of(data: np.ndarray[Any, Any] | memoryview | bytes) -> bytes:
 
 
 def members_of(cls: type) -> list[tuple[str, Any]]:
-    """Return the methods and attributes that a class defines, by name; of an enum also the members' values."""
+    """Return the methods and attributes that a class defines, by name; of an enum its members' values too."""
     members = dict(vars(cls))
     if issubclass(cls, enum.Enum):
         members = {name: member for name, member in members.items() if isinstance(member, _OF_ENUMS)}
