@@ -59,7 +59,7 @@ class Source(Protocol):
 
     def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
         """Return the bytes of one of its ranges."""
-        raise NotImplementedError  # there are none
+        raise RuntimeError("the sample has no ranges")
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         """Use the new version of an object from now on, or raise `error`: the listed one is gone."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, Digest
 from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
+from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
@@ -28,7 +29,6 @@ from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, S
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
-from fastload.shards.record_fields import RecordFields
 from fastload.shards.records import (
     RECORD_MARK,
     IndexedShards,

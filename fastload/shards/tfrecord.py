@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.datasets.sample_fields import still_encoded
+from fastload.datasets.sample_fields import RecordFields, still_encoded
 from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
@@ -20,7 +20,6 @@ from fastload.shards.record_fields import (
     ChosenFields,
     Leaf,
     NamedFields,
-    RecordFields,
     check_decode,
     shape_of,
 )

@@ -475,8 +475,10 @@ def test_the_fingerprint_is_text(folder: Path) -> None:
     for kind, url in ((ObjectDataset, "data"), (TarDataset, "a.tar"), (TFRecordDataset, "a.tar")):
         with pytest.raises(ArgumentError, match=r"decode\.__fingerprint__ must be a str, found 7"):
             kind(str(folder / url), decode=decode, cache=cache)
+    dataset = Base()
+    dataset.__fingerprint__ = 7  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match=r"dataset\.__fingerprint__ must be a str, found 7"):
-        cached(decode, folder / "cache")  # type: ignore[arg-type]
+        cached(dataset, folder / "cache")
 
 
 class Stated:
