@@ -1,10 +1,11 @@
 """A loader in later epochs against its kernel: `python -m bench later`.
 
 The loader reads a full cache on the local disk. The other side is as many processes that run the transform's
-kernel on the same records, held in memory. RandomResizedCrop(224) with flips, batches of 64, by default
-photos of 500 x 375 pixels and 138 KB. All sides take turns in each round, so that other work of the machine
-slows all. A third side is the same loader with `processes=True`. Figures are medians; a ratio is the median of the ratios of each round. CPU time is that of all
-processes of a side, the trainer's too: the work itself, whoever else uses the cores.
+kernel on the same records, held in memory; a third one the same loader with `processes=True`.
+RandomResizedCrop(224) with flips, batches of 64, by default photos of 500 x 375 pixels and 138 KB. All sides
+take turns in each round, so that other work of the machine slows all. Figures are medians; a ratio is the
+median of the ratios of each round. CPU time is that of all processes of a side, the trainer's too: the work
+itself, whoever else uses the cores.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Kernels:
 
     def _serve(self, dataset: Any, part: int, count: int, pipe: Any) -> None:
         mine = range(part, len(dataset), count)
-        records = [dataset._restore(i, dataset.payload(i), readonly=True)["image"] for i in mine]
+        records = [dataset._restore(i, dataset._payload(i), readonly=True)["image"] for i in mine]
         samples, rng = self._samples // count, random.Random(part)
         pipe.send("ready")
         while True:
@@ -181,7 +182,9 @@ def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
         cpus = [f"{median(row, side, 'cpu'):,.0f}" for side in ("loader", "kernels")]
         parts = [f"{ratio(row, what):.3f}" for what in ("rate", "cpu")]
         parts.insert(1, f"{ratio(row, 'rate', 'processes'):.3f}")
-        table.add_row(row["mode"], *rates, *parts[:2], *cpus, parts[2], f"{median(row, 'loader', 'first'):.3f}")
+        table.add_row(
+            row["mode"], *rates, *parts[:2], *cpus, parts[2], f"{median(row, 'loader', 'first'):.3f}"
+        )
     console.print(table)
 
 
