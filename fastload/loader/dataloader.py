@@ -9,29 +9,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
+from fastload.checks import check_one_of, refuse_class
 from fastload.datasets.mixture import check_weights, new_sampler
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.protocols import check_dataset
+from fastload.datasets.wrappers import inner_datasets, view_of
+from fastload.errors import ArgumentError, address
 from fastload.gpu.cuda import resolve_device
-from fastload.loader.argument_checks import (
-    check_log,
-    check_own,
-    check_threads,
-    warn_of_an_empty_epoch,
-    warn_of_lone_reads,
-)
-from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
+from fastload.loader.samples_at import BlackBox
 from fastload.loader.stages import kernel_threads
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
-from fastload.order.sampler import ShardSampler
+from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.log_writer import LogWriter
@@ -41,7 +38,6 @@ from fastload.workers.memory_limit import MemoryLimit, most_workers
 if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
     from fastload.gpu.decoding import Decoding
-
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -77,8 +73,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             called for batches that are never returned. On a GPU its stream does not wait for that of the
             training, so it must not read tensors that the training loop changes in place, such as averaged
             weights or a learned augmentation.
-        decode: the decoder of images. "cpu": the workers decode. "dali": the device decodes (not yet run on a
-            GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators
+        decoder: where images are decoded. "cpu": in the workers. "dali": on the device (not yet run on a
+            GPU), by NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators
             for the CPU too); workers then only read, and draw the same crops and flips. A `fastload.Dali`:
             DALI with other settings. "torch": the records of a cache in mode "dct", by torch's own
             operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and DALI
@@ -86,7 +82,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
             cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
             damaged image.
-        on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
+        on_error: what to do when a sample cannot be read or decoded: "raise"; "repeat" (repeat another row of
             its batch in its place); "replace" (use another sample in its place: the same one in every run
             with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts
             and names the bad samples.
@@ -101,7 +97,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         processes: True: always have `num_workers` processes. False: where only fastload's code makes the
             samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
             it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms alone, under torch's
-            default `collate_fn`, without `worker_init_fn`, `threads` and `decode`. All threads work on the
+            default `collate_fn`, without `worker_init_fn`, `threads` and `decoder`. All threads work on the
             batch that is due next, and `prefetch_factor` is the number of batches made ahead in all. Batches,
             order and randomness are the same.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
@@ -133,7 +129,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error, seed, threads or memory_limit has an
+        ArgumentError: device, batch_transform, decoder, on_error, seed, threads or memory_limit has an
             invalid value.
         ValueError, TypeError: as torch's.
     """
@@ -160,7 +156,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         device: str | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
-        decode: str | Dali = "cpu",
+        decoder: str | Dali = "cpu",
         on_error: str = "raise",
         seed: int | None = None,
         threads: int = 0,
@@ -200,28 +196,37 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self.sample_log = sample_log
         self.device = resolve_device(device)
         self.batch_transform = batch_transform
-        self.decode = decode
+        self.decoder = decoder
         self.on_error = on_error
         self.seed = seed
         self.threads = threads
         self.processes = processes
-        self.loader_context = context = LoaderContext()
+        self._context = context = LoaderContext()
         if sample_log is not None:
             context.log = LogWriter(sample_log, context.counters)
-        if decode != "cpu":
-            context.decoding = self._new_decoding(decode)
+        if decoder != "cpu":
+            context.decoding = self._new_decoding(decoder)
         self._settle_workers(auto, prefetch_factor)
         if not threads:
             warn_of_lone_reads(dataset)
         if drop_last:
             warn_of_an_empty_epoch(self)
 
+    def __repr__(self) -> str:
+        length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)
+        name = type(self.dataset).__name__ + ("" if length is None else f" of {length:,} samples")
+        shown = {"batch_size": self.batch_size, "num_workers": self.num_workers, "seed": self.seed}
+        if self.device is not None:
+            shown["device"] = str(self.device)
+        arguments = "".join(f", {argument}={value!r}" for argument, value in shown.items())
+        return f"{type(self).__name__}({name}{arguments})"
+
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self.loader_context.position.starting(self) as start:
+        with self._context.position.starting(self) as start:
             iterator: Any = super().__iter__()
-        self.loader_context.remote_caches.start_epoch(self)  # the workers read already
+        self._context.remote_caches.start_epoch(self)  # the workers read already
         if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
             iterator.take_up(start.workers)
         return iterator
@@ -229,10 +234,10 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> Any:
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return LoaderIterator(self, self.loader_context)
+        return LoaderIterator(self, self._context)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the latest iteration. It counts returned batches, not prefetched ones.
+        """Return the position of the latest iteration. It counts returned batches, not prefetched ones.
 
         Example::
 
@@ -268,7 +273,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         neither has. A sampler of your
         own that draws from these generators needs a seed for each epoch, or a state.
         """
-        context = self.loader_context
+        context = self._context
         context.flush_log()
         state = context.position.state(self)
         state.history, state.exclusions = context.history.state(), context.exclusions.state()
@@ -304,7 +309,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
                 samples, another sampler, batch size, seed, generator or (where that matters) number of
                 workers.
         """
-        context = self.loader_context
+        context = self._context
         with reading_state("state_dict", "load it as state_dict() returned it"):
             state = parse_state(state_dict, "state_dict")
             context.position.load(self, state)
@@ -316,7 +321,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
-        """Counters, rates and the bottleneck of this rank's loader and its workers.
+        """Return counters, rates and the bottleneck of this rank's loader and its workers.
 
         Example::
 
@@ -338,7 +343,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".
             "decode": the decoder ("decoder").
         """
-        context = self.loader_context
+        context = self._context
         context.find_budgets(self.dataset)
         context.count_requests()
         epoch, gauges = context.meter.counters(), context.meter.gauges()
@@ -357,8 +362,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
 
-    def replay_loader(self, index: Any) -> DataLoader[T_co]:
-        """A loader like this one, of one batch, which is made in this process.
+    def _loader_of_one(self, index: Any) -> DataLoader[T_co]:
+        """Return a loader like this one, of one batch, which is made in this process.
 
         Args:
             index: the index batch; one index where this loader has batch_size=None.
@@ -373,14 +378,14 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             pin_memory=self.pin_memory,
             device=self.device,
             batch_transform=self.batch_transform,
-            decode=self.decode,
+            decoder=self.decoder,
             on_error=self.on_error,
             seed=self.seed,
         )
 
     def _settle_workers(self, auto: bool, prefetch_factor: int | None) -> None:
         """Find the upper limit of num_workers="auto", and refuse a memory limit that is too small."""
-        context, in_one_process = self.loader_context, bool(kernel_threads(self, self.loader_context))
+        context, in_one_process = self._context, bool(kernel_threads(self, self._context))
         if auto and not in_one_process:
             self.num_workers = most_workers(self.memory_limit, self.multiprocessing_context)
         if auto and not why_fixed(self.dataset):
@@ -388,20 +393,20 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         workers = 1 if in_one_process else self.num_workers
         MemoryLimit.of(self.memory_limit, workers, self.multiprocessing_context)
 
-    def _new_decoding(self, decode: Any) -> Decoding:
-        from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder
+    def _new_decoding(self, decoder: Any) -> Decoding:
+        from fastload.gpu.decoding import Decoding, check_decoder  # not for loaders that need no decoder
 
         own_collate = self.collate_fn is not default_collate or self.batch_sampler is None
-        check_decode(decode, self.dataset, self.device, not own_collate)
+        check_decoder(decoder, self.dataset, self.device, not own_collate)
         encoded = view_of(self.dataset).encoded()
         if encoded is not None:
             encoded.keep_raw()
         return Decoding(
-            decode,
+            decoder,
             self.device,
             on_error=self.on_error,
-            counters=self.loader_context.counters,
-            bad=self.loader_context.bad,
+            counters=self._context.counters,
+            bad=self._context.bad,
         )
 
 
@@ -413,3 +418,90 @@ def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bo
     if view_of(dataset).streams() is not None:
         return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
     return None, shuffle
+
+
+_ON_ERROR = ("raise", "repeat", "replace")
+
+
+def check_own(
+    dataset: Any,
+    batch_size: Any,
+    num_workers: Any,
+    batch_transform: Any,
+    on_error: Any,
+    seed: Any,
+    processes: Any,
+) -> None:
+    """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
+    check_dataset(dataset)
+    check_one_of("on_error", on_error, _ON_ERROR)
+    if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
+        raise ArgumentError(
+            f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
+        )
+    if isinstance(batch_size, str):
+        raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
+    if isinstance(num_workers, str) and num_workers != "auto":
+        raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
+    refuse_class("batch_transform", batch_transform)
+    if not (batch_transform is None or callable(batch_transform)):
+        raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
+    if seed is not None and not isinstance(seed, int):
+        raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes must be True or False, found {processes!r}")
+
+
+def check_log(dataset: Any, sample_log: Any) -> None:
+    if sample_log is None:
+        return
+    if not isinstance(sample_log, str | os.PathLike):
+        raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
+    if "://" in os.fsdecode(sample_log):
+        raise ArgumentError(f"sample_log must be a directory of this machine, found {sample_log!r}")
+    if isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"
+        )
+
+
+def check_threads(dataset: Any, threads: Any) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
+    if threads and isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
+            "leave out threads, or make the dataset map-style"
+        )
+
+
+def warn_of_lone_reads(dataset: Any) -> None:
+    """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
+    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
+    if lone is not None:
+        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
+        warnings.warn(
+            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
+            "time, so nothing is read ahead: from an object store this is several times slower. Give "
+            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
+            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
+            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
+            f"See {address('nothing-is-read-ahead')}",
+            stacklevel=3,
+        )
+
+
+def warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return
+    try:
+        samples = len(loader.sampler)  # type: ignore[arg-type]
+    except Exception:  # it has no length, or one that torch would not ask for here
+        return
+    if samples < loader.batch_size:
+        warnings.warn(
+            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
+            f"than batch_size={loader.batch_size}",
+            stacklevel=3,
+        )

@@ -18,9 +18,8 @@ from typing import Any
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.resume import filter_of
-from fastload.loader.schedule import Schedule
+from fastload.loader.schedule import ReorderBuffer, Schedule
 from fastload.loader.stages import (
     Delivery,
     Scaling,

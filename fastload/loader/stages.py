@@ -13,8 +13,13 @@ from torch.utils.data.graph_settings import apply_sharding
 from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.reorder import ReorderBuffer
-from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
+from fastload.loader.schedule import (
+    IndexSchedule,
+    ReorderBuffer,
+    Schedule,
+    StreamSchedule,
+    index_batches_ahead,
+)
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe, stage
 from fastload.order.position import Position

@@ -68,7 +68,7 @@ class StreamAgreement:
         if not streamed:
             self._indexed = True
             return None
-        sampler.check_streamable(over=resumed is not None and saved is None and resumed.sampler.over)
+        sampler._check_streamable(over=resumed is not None and saved is None and resumed.sampler.over)
         return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
 
     def _agree(
@@ -208,7 +208,7 @@ class StreamEpoch:
 
     def work(self, stream: int) -> TakeNext:
         """The next batch of a stream, for the process that reads it: always the same one, in this order."""
-        self._sampler.begin()
+        self._sampler._begin_stream()
         start = self._states[stream] if stream in self._unopened else None
         self._unopened.discard(stream)
         return TakeNext(stream, self._size, start)

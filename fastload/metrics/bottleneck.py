@@ -101,7 +101,7 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
     if stage == "decoder":
         return (
             "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
-            "decode='cpu' with more workers"
+            "decoder='cpu' with more workers"
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0

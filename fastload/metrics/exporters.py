@@ -243,15 +243,15 @@ class ExportedLoader:
 
     def __init__(self, loader: Any, name: str) -> None:
         self.name = name
-        self._counters = loader.loader_context.counters
-        self._meter = loader.loader_context.meter
+        self._counters = loader._context.counters
+        self._meter = loader._context.meter
         # At a scrape, the process group may be gone already.
-        self._labels: Labels = {"rank": loader.loader_context.rank()} | ({"loader": name} if name else {})
+        self._labels: Labels = {"rank": loader._context.rank()} | ({"loader": name} if name else {})
         self._dataset = type(loader.dataset).__name__
         self._process = os.getpid()
 
     def shows(self, loader: Any) -> bool:
-        return self._counters is loader.loader_context.counters
+        return self._counters is loader._context.counters
 
     @property
     def inherited(self) -> bool:

@@ -109,7 +109,7 @@ class watch:  # a verb for users, who write it like a function
         exporter: Any = None,  # its types belong to packages that may be missing
         name: str = "",
     ) -> None:
-        if not hasattr(loader, "loader_context"):
+        if not hasattr(loader, "_context"):
             kind = type(loader)
             raise ArgumentError(
                 f"loader must be a fastload.DataLoader, found {kind.__module__}.{kind.__qualname__}"
@@ -156,10 +156,10 @@ class _View:
         self._seen: tuple[float, Mapping[str, float]] = (0.0, {})
 
     def start(self) -> None:
-        meter = self._loader.loader_context.meter
+        meter = self._loader._context.meter
         if meter.tick is not None:
             raise ArgumentError("loader is watched already: end that watch first")
-        self._seen = time.monotonic(), self._loader.loader_context.counters.as_dict()
+        self._seen = time.monotonic(), self._loader._context.counters.as_dict()
         if self._in_place:
             self._live = Live(console=self._console, auto_refresh=False)
             with contextlib.suppress(OSError, ValueError):
@@ -167,7 +167,7 @@ class _View:
         meter.tick = self._tick
 
     def stop(self) -> None:
-        self._loader.loader_context.meter.tick = None
+        self._loader._context.meter.tick = None
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -177,10 +177,10 @@ class _View:
         now, (then, before) = time.monotonic(), self._seen
         if now - then < self._interval:
             return
-        counters = self._loader.loader_context.counters.as_dict()
+        counters = self._loader._context.counters.as_dict()
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
-        found = self._loader.loader_context.meter.gauges() | rates(added, now - then)
+        found = self._loader._context.meter.gauges() | rates(added, now - then)
         sentence = (
             explain_bottleneck(added, found, live=True)
             if added.get("wait.batches")
@@ -192,7 +192,7 @@ class _View:
             else:
                 self._console.print(_line(found, sentence), soft_wrap=True, markup=False, highlight=False)
         except (OSError, ValueError):  # the terminal went away, or was closed
-            self._loader.loader_context.meter.tick = None
+            self._loader._context.meter.tick = None
 
 
 def _line(found: Mapping[str, float], sentence: str) -> str:

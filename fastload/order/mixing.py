@@ -17,12 +17,21 @@ dues above -1, and below 1 + 1/2 + ... + 1/(n // 2), which is 1 for two and thre
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 from fastload.errors import ArgumentError
+
+Weights = Mapping[str, Any] | Sequence[Any]
+GivenWeights = Weights | Callable[[int], Weights]
+
+PASS_BITS = 40
+MOST_SAMPLES = 1 << PASS_BITS  # of all sources
 
 # One sample, in the units of weights and dues. With whole numbers nothing drifts. Weights of up to 9 decimals
 # with the sum 1 are exact, and so are proportions whose terms add up to 24 or less. Others are rounded to
@@ -158,3 +167,133 @@ def _settled(dues: Sequence[int], weights: Sequence[int]) -> list[int]:
             settled[source] = max(least, min(most, due - surplus))
             surplus -= due - settled[source]
     return settled
+
+
+class Proportions:
+    """The sources of a mixture and their weights, which a `Mixture` shares with the sampler that reads it.
+
+    Args:
+        lengths: name of each source -> its samples.
+        given: the weights, or a function from the epoch to them.
+        num_samples: samples of an epoch, over all ranks.
+
+    Attributes:
+        reader: the sampler that read last, in the trainer's process; None before that.
+        were_set: the weights that were set since it began; None where none were.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], given: GivenWeights, num_samples: int) -> None:
+        self.lengths = dict(lengths)
+        self._starts = [0, *itertools.accumulate(lengths.values())]
+        self.num_samples = num_samples
+        self.reader: Any = None
+        self.were_set: dict[str, Fraction] | None = None
+        self._given: Callable[[int], Weights] | dict[str, Fraction]
+        self._give(given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"reader": None}
+
+    def weights(self) -> dict[str, float]:
+        """Return the weights of the next samples, with the sum 1."""
+        weights = self.were_set or self.weights_in(0 if self.reader is None else self.reader.epoch)
+        whole = sum(weights.values())
+        return {name: float(weight / whole) for name, weight in weights.items()}
+
+    def set_weights(self, weights: GivenWeights) -> None:
+        """Set the weights of the samples that no rank has drawn yet: see `Mixture.weights`."""
+        if self.reader is None:
+            self._give(weights)
+            self.were_set = None
+            return
+        if callable(weights):
+            raise ArgumentError(
+                "weights cannot be set to a function of the epoch while the mixture is read: set the weights "
+                "of each epoch when it begins, or give the function to the constructor"
+            )
+        parsed = parse_weights(weights, list(self.lengths))
+        self.reader._set_weights(parsed)
+        self.were_set = parsed
+
+    def weights_in(self, epoch: int) -> dict[str, Fraction]:
+        """Return the weights in an epoch, as they were given."""
+        if not callable(self._given):
+            return self._given
+        return parse_weights(self._given(epoch), list(self.lengths), f"weights({epoch})")
+
+    def given(self) -> dict[str, str] | None:
+        """Return the weights that were given, as text; None for a function."""
+        if callable(self._given):
+            return None
+        return {name: str(weight) for name, weight in self._given.items()}
+
+    def read(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return (samples, weight) of each source, at what was delivered."""
+        if self.reader is None:
+            return dict.fromkeys(self.lengths, 0), self.weights()
+        samples, weights = self.reader._samples_of_sources()
+        return samples, weights
+
+    def index(self, source: int, position: int, lap: int) -> int:
+        """Return the index of the sample at a position of a source, in pass `lap` over it."""
+        return lap << PASS_BITS | self._starts[source] + position
+
+    def _give(self, weights: GivenWeights) -> None:
+        before = vars(self).get("_given")
+        self._given = weights if callable(weights) else parse_weights(weights, list(self.lengths))
+        try:
+            self.weights_in(0)
+        except BaseException:
+            self._given = before  # type: ignore[assignment]
+            raise
+
+
+def parse_weights(weights: Any, names: Sequence[str], what: str = "weights") -> dict[str, Fraction]:
+    """Name -> weight, as it is written.
+
+    Raises:
+        ArgumentError: they are not one finite number >= 0 for each name, or all are 0.
+    """
+    if isinstance(weights, Mapping):
+        missing, unknown = set(names) - weights.keys(), weights.keys() - set(names)
+        if missing or unknown:
+            raise ArgumentError(
+                f"{what} must have one weight for each source: missing {sorted(missing)}, and no source has "
+                f"the names {sorted(map(str, unknown))}; the sources are {list(names)}"
+            )
+        given = [weights[name] for name in names]
+    elif isinstance(weights, Iterable) and not isinstance(weights, str):
+        given = list(weights)
+        if len(given) != len(names):
+            raise ArgumentError(
+                f"{what} has {len(given)} weights for {len(names)} sources: give one for each"
+            )
+    else:
+        raise ArgumentError(
+            f"{what} must be a list or dict of numbers, or a function of the epoch that returns one, found "
+            f"{weights!r}"
+        )
+    parsed = {name: _fraction(name, weight, what) for name, weight in zip(names, given, strict=True)}
+    if not any(parsed.values()):
+        raise ArgumentError(f"{what} are all 0, so no source gives samples: make one of them positive")
+    return parsed
+
+
+def _fraction(name: str, weight: Any, what: str) -> Fraction:
+    if isinstance(weight, numbers.Rational) and weight is not True and weight is not False:
+        exact = Fraction(int(weight.numerator), int(weight.denominator))  # numpy's integers overflow
+    else:
+        try:
+            number = math.nan if isinstance(weight, bool | str) else float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ArgumentError(
+                f"{what}: the weight of source {name!r} must be a finite number >= 0, found {weight!r}"
+            )
+        exact = Fraction(repr(number))
+    if exact < 0:
+        raise ArgumentError(
+            f"{what}: the weight of source {name!r} must be >= 0, found {weight!r}; 0 leaves it out"
+        )
+    return exact

@@ -182,7 +182,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
             "its dataset's transform= is neither RandomResizedCrop, CenterCrop nor ByEpoch of these",
         ),
     ]
-    if loader.decode != "cpu":
+    if loader.decoder != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
     if isinstance(cache, Cache) and not cache.codec.lossless:
@@ -355,7 +355,7 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
     if kind is ShardSampler:
         return {"kind": "ShardSampler", **dealt, "mode": sampler.mode}
     if kind is DistributedSampler:
-        dealt |= {"mode": sampler.mode, "nodes": sampler.place.nodes, "exchange": sampler.exchange}
+        dealt |= {"mode": sampler.mode, "nodes": sampler._place.nodes, "exchange": sampler.exchange}
     return {"kind": f"{kind.__module__.partition('.')[0]}.DistributedSampler", **dealt}
 
 

@@ -100,7 +100,7 @@ class BatchMaker(BatchSource):
         self._streamed, self._stream = start.streamed, None
         self._epoch = (start.seed, start.epoch)
         self._collation.start_epoch()
-        # Without an index of the dataset, on_error="replace" acts as "skip".
+        # Without an index of the dataset, on_error="replace" acts as "repeat".
         self._errors.start_epoch(*self._epoch, indexed=not start.streamed)
         self._errors.left_out = start.left_out
         self._ahead.start_epoch(streamed=start.streamed)
@@ -192,7 +192,7 @@ class BatchMaker(BatchSource):
             assert images is not None
             why = images.why_not_encoded()
             if why is not None:
-                raise ArgumentError(f"decode= of the loader does not work here: {why}")
+                raise ArgumentError(f"decoder= of the loader does not work here: {why}")
             return images.new_encoded_batch(n, self._allocate)
         if not rows.reads_ahead or rows.override is not None:
             return None

@@ -27,8 +27,8 @@ class ErrorPolicy:
 
     Args:
         dataset: the loader's.
-        on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
-            sample: the same one in every run with this seed, as long as the same samples are bad).
+        on_error: "raise"; "repeat" (the row repeats another one of its batch); "replace" (the row gets
+            another sample: the same one in every run with this seed, as long as the same samples are bad).
         counters: counts bad.samples.
 
     Attributes:
@@ -46,7 +46,7 @@ class ErrorPolicy:
         self.left_out: frozenset[int] = frozenset()
 
     def start_epoch(self, seed: int, epoch: int, *, indexed: bool) -> None:
-        """Replacements depend on (seed, epoch). Without an index of the dataset, "replace" acts as "skip"."""
+        """Note what replacements depend on. Without an index of the dataset, "replace" acts as "repeat"."""
         self._epoch, self._indexed = (seed, epoch), indexed
 
     def settle(
@@ -77,13 +77,13 @@ class ErrorPolicy:
                 self._note(asked[row], error)
             failed = {row for row, _ in errors}
             good = [row for row in range(len(indices)) if row not in failed]
-            skips = self.on_error == "skip" or not self._indexed
-            if attempt == REPLACEMENTS or (skips and not good):
+            repeats = self.on_error == "repeat" or not self._indexed
+            if attempt == REPLACEMENTS or (repeats and not good):
                 raise errors[0][1]
             for _, error in errors:
                 _drop_traceback(error)
             used = list(used)
-            if skips:
+            if repeats:
                 for row in failed:
                     copy(row, good[row % len(good)])
                     used[row] = used[good[row % len(good)]]

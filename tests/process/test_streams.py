@@ -369,7 +369,7 @@ class Bad:
 @pytest.mark.parametrize("kind", [Shards, RowShards])
 def test_bad_samples(kind: type[Shards], workers: int) -> None:
     bad = [(1, 3), (4, 0)]
-    for on_error in ("skip", "replace"):  # no other sample can be asked for, so both repeat a row
+    for on_error in ("repeat", "replace"):  # no other sample can be asked for, so both repeat a row
         dataset = kind(LENGTHS, deed=Bad(*bad))
         loader = fastload.DataLoader(dataset, batch_size=4, num_workers=workers, on_error=on_error)
         samples = flat(loader)
