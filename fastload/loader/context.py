@@ -31,13 +31,13 @@ from fastload.order.position import History
 from fastload.order.sampler import DistributedSampler, indexed_length, node_shares
 from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part
-from fastload.trace.log_writer import LogWriter
+from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryUse
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
-    from fastload.workers.witness import Witness
+    from fastload.workers.protocol import Fingerprint
 
 
 class RemoteCaches:
@@ -173,11 +173,11 @@ class LoaderContext:
         if self.log is not None:
             self.log.begin(rank, world_size, self.digest.steps)
 
-    def handed_over(self, epoch: int, step: int, witness: Witness | None) -> None:
-        """The batch of a step reached the user; without a witness, its error did."""
+    def handed_over(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
+        """The batch of a step reached the user; without a fingerprint, its error did."""
         if self.log is not None:
-            self.log.add(self.digest.steps, epoch, step, witness)
-        self.digest.add(epoch, step, witness)
+            self.log.add(self.digest.steps, epoch, step, fingerprint)
+        self.digest.add(epoch, step, fingerprint)
         self.count_requests()
 
     def find_budgets(self, dataset: Any) -> None:

@@ -31,7 +31,7 @@ from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
-from fastload.trace.log_writer import LogWriter
+from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, most_workers
 

@@ -215,7 +215,7 @@ class LoaderIterator(TorchIterator):
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
-                arrival.witness = None  # a step without samples
+                arrival.fingerprint = None  # a step without samples
                 self._count(lane, arrival)
             raise
         self._give_more(lane, arrival.worker_id)
@@ -238,7 +238,7 @@ class LoaderIterator(TorchIterator):
 
     def _count(self, lane: int, arrival: Arrival) -> None:
         step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
-        self._context.handed_over(self._position.epoch, step, arrival.witness)
+        self._context.handed_over(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
         self._count_left_out(substitutes)
 

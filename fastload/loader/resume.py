@@ -29,8 +29,8 @@ from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
 from fastload.order.state import VERSION, Coming, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
+from fastload.workers.batch import load_dataset
 from fastload.workers.on_error import REPLACEMENTS
-from fastload.workers.sources import load_dataset
 
 
 class Place(NamedTuple):

@@ -24,11 +24,10 @@ from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import shard_data_pipe, stage
 from fastload.order.position import Position
 from fastload.order.samplers import is_stateful
-from fastload.workers.inline import ThisProcess, allocator
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.processes import WorkerProcesses
 from fastload.workers.protocol import WorkerSetup
-from fastload.workers.workers import Arrival, Workers
+from fastload.workers.workers import Arrival, ThisProcess, Workers, allocator
 
 
 def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:

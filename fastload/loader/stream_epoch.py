@@ -23,7 +23,7 @@ from fastload.distributed.agreement import Ranks, can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.order.sampler import ShardSampler, indexed_length
 from fastload.order.state import State, StreamState
-from fastload.workers.sources import TakeNext
+from fastload.workers.batch import TakeNext
 
 _Plan = list[dict[str, Any]]
 _ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins

@@ -1,6 +1,6 @@
 """A number over all that a loader has handed out, and how it came about: enough to compare two runs.
 
-    sum of a step     the sums of its rows' witnesses, as the process that made the batch gave them
+    sum of a step     the sums of its rows' fingerprints, as the process that made the batch gave them
     digest            over all steps: sum of the step * a number of (epoch, step), in each of four lanes
 
 All is modulo 2**64. Adding has no order, so the rows of a step may be dealt to any number of ranks and
@@ -22,7 +22,7 @@ import numpy as np
 from fastload.distributed import find_rank
 from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
-from fastload.workers.witness import LANES, Witness
+from fastload.workers.protocol import LANES, Fingerprint
 
 _MASK = (1 << 64) - 1
 _SALT = 0x5A17  # so that the numbers of steps are not those of samples
@@ -94,8 +94,8 @@ class Digest:
         lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
         return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
-    def add(self, epoch: int, step: int, witness: Witness | None) -> None:
-        """A step was handed out; without a witness where its error was raised."""
+    def add(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
+        """A step was handed out; without a fingerprint where its error was raised."""
         if not self.epochs or self.epochs[-1].epoch != epoch:
             self._begin(epoch)
         current = self.epochs[-1]
@@ -104,16 +104,16 @@ class Digest:
         self.steps += 1
         current.steps += 1
         self.next_step = max(self.next_step, step + 1)
-        if witness is None:
+        if fingerprint is None:
             return
         factor = sample_seed(_SALT, epoch, step) | 1
-        placed = [factor * one & _MASK for one in witness.sums]
+        placed = [factor * one & _MASK for one in fingerprint.sums]
         self.sums = tuple([(a + b) & _MASK for a, b in zip(self.sums, placed, strict=True)])
-        self.samples += witness.samples
-        self.batch = max(self.batch, witness.samples)
-        current.samples += witness.samples
+        self.samples += fingerprint.samples
+        self.batch = max(self.batch, fingerprint.samples)
+        current.samples += fingerprint.samples
         current.ordered = (current.ordered + placed[0]) & _MASK
-        current.unordered = (current.unordered + witness.sums[0]) & _MASK
+        current.unordered = (current.unordered + fingerprint.sums[0]) & _MASK
 
     def _begin(self, epoch: int) -> None:
         if len(self.epochs) >= _EPOCHS:

@@ -261,7 +261,7 @@ class WorkerProcesses(Workers):
             result.exhausted,
             result.before,
             result.after,
-            result.witness,
+            result.fingerprint,
         )
 
     def _death_error(self, worker: _Handle) -> WorkerError:
