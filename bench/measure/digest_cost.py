@@ -3,9 +3,9 @@
     python -m bench digest_cost [--before DIR] [--rounds 7] [--json]
 
 First what is done for each batch, alone: its fingerprint, the way through a pipe, and the sum. Then whole
-epochs. DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own, which
-makes batches itself (`num_workers=0`): so the CPU time of that process is all there is. Each process reads
-one epoch that fills the cache, and then measures whole epochs.
+epochs. DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own,
+which makes batches itself (`num_workers=0`): so the CPU time of that process is all there is. Each process
+reads one epoch that fills the cache, and then measures whole epochs.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class RemoteCaches:
 
 
 def _remotes(dataset: Any) -> dict[Remote, list[Any]]:
-    """What pulls and pushes for the caches of a dataset -> the datasets with that directory and URL."""
+    """Return what pulls and pushes for caches of a dataset -> the datasets with that directory and URL."""
     found: dict[Remote, list[Any]] = {}
     for one in fastload_datasets(dataset):
         cache = getattr(one, "cache", None)
@@ -82,14 +82,14 @@ def _remotes(dataset: Any) -> dict[Remote, list[Any]]:
 
 
 def _leads(loader: Any) -> bool:
-    """Whether this is the first rank of its node. Where no launcher tells, each rank is."""
+    """Return whether this is the first rank of its node. Where no launcher tells, each rank is."""
     rank, world_size = find_part(loader)
     local = [said.local for said in find_launched(rank, world_size) if said.local is not None]
     return not local or local[0] == 0
 
 
 def _keys(loader: Any, datasets: list[Any]) -> Iterator[bytes]:
-    """The cache keys of what a loader may read of some of its datasets; none of shards not indexed yet."""
+    """Yield the cache keys of what a loader may read of some datasets; none of shards not indexed yet."""
     with contextlib.suppress(FastloadError, TypeError, AttributeError, IndexError):
         reached: dict[int, list[Reach]] = {}
         for dataset, indices in view_of(loader.dataset).reached(_dealt(loader)):
@@ -99,7 +99,7 @@ def _keys(loader: Any, datasets: list[Any]) -> Iterator[bytes]:
 
 
 def _keys_of(dataset: Any, parts: list[Reach]) -> Iterator[bytes]:
-    """The cache keys of some parts of a dataset; None: all of it."""
+    """Return the cache keys of some parts of a dataset; None: all of it."""
     chosen = [part for part in parts if part is not None]
     every = len(chosen) < len(parts)
     indices: Iterable[int] = range(indexed_length(dataset)) if every else np.unique(np.concatenate(chosen))
@@ -107,7 +107,7 @@ def _keys_of(dataset: Any, parts: list[Reach]) -> Iterator[bytes]:
 
 
 def _dealt(loader: Any) -> Reach:
-    """The samples that the sampler deals to this node, in any epoch; None where that may be all of them.
+    """Return the samples that the sampler deals to this node in any epoch; None where all may be.
 
     With `partition="node"` a disk may hold no more than a share, and nothing that a cache has makes room.
     """
@@ -165,7 +165,7 @@ class LoaderContext:
         self.meter = Meter(self.counters)
 
     def start_epoch(self, loader: Any) -> None:
-        """An iteration of the loader begins."""
+        """Note that an iteration of the loader begins."""
         self.bad.start_epoch()
         self.find_budgets(loader.dataset)
         rank, world_size = find_part(loader)
@@ -174,7 +174,7 @@ class LoaderContext:
             self.log.begin(rank, world_size, self.digest.steps)
 
     def handed_over(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
-        """The batch of a step reached the user; without a fingerprint, its error did."""
+        """Note that the batch of a step reached the user; without a fingerprint, its error did."""
         if self.log is not None:
             self.log.add(self.digest.steps, epoch, step, fingerprint)
         self.digest.add(epoch, step, fingerprint)
@@ -195,7 +195,7 @@ class LoaderContext:
             self.counters.put("store.egress_bytes", spent.egress)
 
     def limits(self) -> list[dict[str, int | None]]:
-        """Of each dataset with limits: the limits, and what was used of them."""
+        """Return the limits of each dataset that has some, and what was used of them."""
         limited = [one for one in self.budgets if any(one.limits)]
         return [
             {
@@ -208,7 +208,7 @@ class LoaderContext:
         ]
 
     def rank(self) -> int:
-        """This process's number among the ranks of its job."""
+        """Return this process's number among the ranks of its job."""
         return find_rank()[0]
 
     def flush_log(self) -> None:
@@ -217,9 +217,9 @@ class LoaderContext:
             self.log.flush()
 
     def batches_ahead(self, given: int) -> int:
-        """Batches that each worker may make ahead: the given number, unless num_workers="auto" found more."""
+        """Return how many batches each worker may make ahead: `given`, or more by num_workers="auto"."""
         return given if self.autoscaler is None else max(given, self.autoscaler.ahead)
 
     def workers_wanted(self, most: int) -> int:
-        """How many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""
+        """Return how many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""
         return most if self.autoscaler is None else int(self.autoscaler.workers)

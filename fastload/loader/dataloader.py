@@ -411,7 +411,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
 
 
 def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
-    """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
+    """Return (sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
     mixed = new_sampler(dataset, shuffle=bool(shuffle), seed=seed)
     if mixed is not None:
         return mixed, None

@@ -90,7 +90,7 @@ class LoaderIterator(TorchIterator):
 
     @property
     def _workers(self) -> list[Any]:
-        """The worker processes. torch's own tests and many scripts look here."""
+        """Return the worker processes. torch's own tests and many scripts look here."""
         return self._engine.processes if hasattr(self, "_engine") else []
 
     # --- the way of a batch
@@ -120,7 +120,7 @@ class LoaderIterator(TorchIterator):
         raise StopIteration
 
     def _next_due(self) -> int | None:
-        """The work to hand over next, given out now where none is; None at the end of the epoch."""
+        """Return the work to hand over next, given out now where none is; None at the end of the epoch."""
         if not self._engine.concurrent:
             self._fill()
         while (seq := self._reorder.due()) is None:
@@ -203,7 +203,7 @@ class LoaderIterator(TorchIterator):
                 self._delivery.start(arrival)
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
-        """The batch as the user gets it. Raises what its worker, the device or the pinning raised."""
+        """Return the batch as the user gets it. Raises what its worker, the device or the pinning raised."""
         self._engine.consume(arrival.worker_id)
         try:
             arrival.reraise()
@@ -250,7 +250,7 @@ class LoaderIterator(TorchIterator):
             self._context.counters.add("left_out.steps", steps)
 
     def _make_again(self, arrival: Arrival) -> None:
-        """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
+        """Discard what was made under older exclusions, and make it again unless it is skipped now.
 
         Now, when it is due, and not when the rules change: a worker makes no other batch before those that it
         has made leave the loader, so it could wait for ever.
@@ -276,7 +276,7 @@ class LoaderIterator(TorchIterator):
     # --- what ends before the epoch does
 
     def _retire(self, lane: int, arrival: Arrival) -> None:
-        """This stream, or this worker's part of an iterable dataset, is at its end."""
+        """End a stream, or this worker's part of an iterable dataset."""
         self._position.ended(lane, arrival.after)
         for dropped in self._reorder.drop(lane):
             self._discard(dropped)
@@ -284,7 +284,7 @@ class LoaderIterator(TorchIterator):
             self._submit()
 
     def _discard(self, arrival: Arrival) -> None:
-        """A batch that nobody waits for any more; its memory goes back."""
+        """Give back the memory of a batch that nobody waits for any more."""
         if arrival.seq >= self._first and not arrival.exhausted:
             self._engine.consume(arrival.worker_id)
         self._delivery.discard(arrival)
@@ -358,7 +358,7 @@ class LoaderIterator(TorchIterator):
         self._context.remote_caches.end_epoch(self._context.counters)
 
     def _shutdown_workers(self) -> None:
-        """torch's own tests call this."""
+        """End the workers. torch's own tests call this."""
         if hasattr(self, "_engine"):
             self._engine.close()
 

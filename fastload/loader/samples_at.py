@@ -73,7 +73,7 @@ class Step(NamedTuple):
 
 
 def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world_size: int | None) -> Step:
-    """The samples of a step.
+    """Return the samples of a step.
 
     Raises:
         ArgumentError: an argument is wrong, or that step cannot be known.
@@ -145,7 +145,7 @@ def _order_of_streams(read: str) -> str:
 
 
 def samples_at(loader: Any, found: Step) -> list[SampleAt]:
-    """The rows of a step. Its samples are read and made in this process, one after the other."""
+    """Return the rows of a step. Its samples are read and made in this process, one after the other."""
     if found.index is None:
         return []
     indices = list(found.index) if loader.batch_sampler is not None else [found.index]
@@ -159,7 +159,7 @@ def samples_at(loader: Any, found: Step) -> list[SampleAt]:
 
 
 def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
-    """The sample as it is made in that epoch; its row is left open."""
+    """Return the sample as it is made in that epoch; its row is left open."""
     rows, seed, epoch = view_of(loader.dataset), found.seed or 0, found.epoch
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
@@ -180,7 +180,7 @@ def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
 
 
 def _label(sample: Any) -> int | None:
-    """The label of a sample, by the usual forms."""
+    """Return the label of a sample, by the usual forms."""
     if isinstance(sample, Mapping):
         label = next((sample[name] for name in ("label", "target", "cls") if name in sample), None)
     else:
@@ -191,7 +191,7 @@ def _label(sample: Any) -> int | None:
 
 
 def batch_at(loader: Any, found: Step) -> Any:
-    """The batch of a step, made in this process by a loader of one batch.
+    """Return the batch of a step, made in this process by a loader of one batch.
 
     Raises:
         ArgumentError: the step is skipped, or random numbers of its samples are not known.
@@ -223,7 +223,7 @@ def batch_at(loader: Any, found: Step) -> Any:
 
 @contextlib.contextmanager
 def _as_in(loader: Any, found: Step) -> Iterator[None]:
-    """Inside, the datasets are in that epoch, and what is read does not count as read ahead."""
+    """Put the datasets into that epoch; what is read inside does not count as read ahead."""
     datasets = fastload_datasets(loader.dataset)
     running, _ = loader._context.position.running(loader)
     token = current_reader.set(object())
@@ -263,7 +263,7 @@ class BlackBox:
     def samples_at(
         self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
     ) -> list[SampleAt]:
-        """The rows of a step, past or to come: index, key, label, crop and flip of each.
+        """Return the rows of a step, past or to come: index, key, label, crop and flip of each.
 
         Example::
 
@@ -300,7 +300,7 @@ class BlackBox:
     def batch_at(
         self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
     ) -> Any:
-        """The batch of a step, past or to come, bit for bit as it is handed out. The iteration does not move.
+        """Return the batch of a step, past or to come, bit for bit as it is delivered. The iteration stays.
 
         Example::
 
@@ -319,7 +319,7 @@ class BlackBox:
         return batch_at(self, find_step(self, step, epoch, rank, world_size))
 
     def digest(self) -> bytes:
-        """32 bytes over all samples that this rank was handed out since its run began, over resumes.
+        """Return 32 bytes over all samples that this rank got since its run began, over resumes.
 
         Example::
 
@@ -454,7 +454,7 @@ class BlackBox:
 
 
 def _as_list(given: Any) -> list[Any]:
-    """One number, text or row of `samples_at`, or several."""
+    """Return one number, text or row of `samples_at`, or several."""
     if isinstance(given, str | bytes | SampleAt) or (
         hasattr(given, "__index__") and not getattr(given, "ndim", 0)
     ):
@@ -466,7 +466,7 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
-    """The indices of samples by key or index.
+    """Return the indices of samples by key or index.
 
     Raises:
         ArgumentError: there is none for one of them.

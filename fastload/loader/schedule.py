@@ -35,26 +35,26 @@ class Schedule(Protocol):
     streamed: bool
 
     def choose(self, lane: int | None) -> int:
-        """The lane of the next work, where a batch of `lane` has just left the loader (None: none has)."""
+        """Return the lane of the next work, after a batch of `lane` has left the loader (None: none has)."""
 
     def work(self, lane: int) -> Any:
-        """The next index batch, for this lane.
+        """Return the next index batch, for this lane.
 
         Raises:
             StopIteration: there is none. Whatever the sampler raises.
         """
 
     def goes_on(self, ready: Callable[[], int]) -> bool:
-        """Whether a batch that is here is to be handed out; `ready()` are here."""
+        """Return whether a batch that is here is to be handed out; `ready()` are here."""
 
     def next_lap(self) -> bool:
-        """All lanes are at their end: whether they begin once more."""
+        """Return whether the lanes, which are all at their end, begin once more."""
 
     def retire(self, lane: int) -> bool:
-        """A lane is at its end. Returns whether another one may have its work."""
+        """Return a lane is at its end. Returns whether another one may have its work."""
 
     def lost(self, lane: int) -> None:
-        """Work of this lane was given out and will not be answered."""
+        """Note that work of this lane was given out and will not be answered."""
 
 
 class IndexSchedule:
@@ -182,15 +182,15 @@ class ReorderBuffer:
         self._arrived: dict[int, Arrival] = {}
 
     def __len__(self) -> int:
-        """Pieces of work that are due, arrived or not."""
+        """Return how many pieces of work are due, arrived or not."""
         return len(self._expected)
 
     def expect(self, seq: int, lane: int) -> None:
-        """This work is given out to a lane."""
+        """Note that work is given out to a lane."""
         self._expected[seq] = lane
 
     def forget(self, seq: int) -> int:
-        """It will not arrive. Returns its lane."""
+        """Forget work that will not arrive, and return its lane."""
         return self._expected.pop(seq)
 
     def put(self, arrival: Arrival) -> bool:
@@ -201,38 +201,38 @@ class ReorderBuffer:
         return True
 
     def due(self) -> int | None:
-        """What is to be handed over next; None where nothing was given out."""
+        """Return what is to be handed over next; None where nothing was given out."""
         first: Iterable[int] = self._arrived if self._arrived and not self._in_order else self._expected
         return next(iter(first), None)
 
     def has(self, seq: int) -> bool:
-        """Whether it has arrived."""
+        """Return whether it has arrived."""
         return seq in self._arrived
 
     def first(self, count: int) -> Iterator[Arrival]:
-        """What is here and is handed over next, at most so many."""
+        """Return what is here and is handed over next, at most so many."""
         due: Iterable[int] = self._expected if self._in_order else self._arrived
         here = itertools.takewhile(self._arrived.__contains__, due)
         return (self._arrived[seq] for seq in itertools.islice(here, count))
 
     def ready(self) -> int:
-        """How many batches are here that will be handed over."""
+        """Return how many batches are here that will be handed over."""
         return sum(not arrival.exhausted for arrival in self._arrived.values())
 
     def look(self, seq: int) -> Arrival:
-        """What has arrived, which stays here."""
+        """Return what has arrived, which stays here."""
         return self._arrived[seq]
 
     def expected(self) -> list[int]:
-        """What was given out, the oldest first."""
+        """Return what was given out, the oldest first."""
         return list(self._expected)
 
     def expect_again(self, seq: int) -> None:
-        """It has arrived, and will arrive once more."""
+        """Expect work that has arrived to arrive once more."""
         del self._arrived[seq]
 
     def take(self, seq: int) -> int:
-        """It is handed over now. Returns its lane."""
+        """Forget work that is handed over now, and return its lane."""
         del self._arrived[seq]
         return self._expected.pop(seq)
 
@@ -250,10 +250,10 @@ class ReorderBuffer:
         return arrived
 
     def next_lane(self) -> int:
-        """The lane of the oldest work; 0 where there is none."""
+        """Return the lane of the oldest work; 0 where there is none."""
         return next(iter(self._expected.values()), 0)
 
     def waits_for_lanes(self) -> bool:
-        """Whether there is a lane of which nothing has arrived."""
+        """Return whether there is a lane of which nothing has arrived."""
         here = {self._expected[seq] for seq in self._arrived}
         return bool(set(self._expected.values()) - here)

@@ -31,7 +31,7 @@ from fastload.workers.workers import Arrival, ThisProcess, Workers, allocator
 
 
 def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
-    """What takes the batches of one iterator to the device; None where they stay as they are."""
+    """Return what takes the batches of one iterator to the device; None where they stay as they are."""
     if loader.device is None and loader.batch_transform is None and context.decoding is None:
         return None
     return DevicePrefetcher(loader.device, loader.batch_transform, context.counters, context.decoding)
@@ -46,7 +46,7 @@ def new_workers(
     pinned: bool,
     part: tuple[int, int],
 ) -> Workers:
-    """The workers of one iterator, started; or, with `num_workers=0`, this process.
+    """Return the workers of one iterator, started; or, with `num_workers=0`, this process.
 
     Args:
         base_seed: of the workers, as torch draws it.
@@ -116,7 +116,7 @@ def _setup(
 def new_schedule(
     loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: Workers
 ) -> Schedule:
-    """The schedule of one epoch.
+    """Return the schedule of one epoch.
 
     Args:
         position: of that epoch.
@@ -194,7 +194,7 @@ class Delivery:
 
     @property
     def ahead(self) -> int:
-        """How many batches are copied ahead."""
+        """Return how many batches are copied ahead."""
         copies = self._device is not None and self._workers.concurrent
         return self._device.ahead if copies and self._device is not None else 0
 

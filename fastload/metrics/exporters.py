@@ -189,7 +189,7 @@ class Export:
         self._entered = False
 
     def start(self) -> None:
-        """A block or an iteration begins, at whose end the export ends."""
+        """Begin a block or an iteration, at whose end the export ends."""
         if self._entered:
             raise ArgumentError("loader is watched already: end that watch first")
         if self._end is None:
@@ -203,7 +203,7 @@ class Export:
 
 
 def _find(given: Any) -> ExportedLoaders:
-    """The loaders that an exporter shows: "prometheus", "opentelemetry", or an object of their clients.
+    """Return the loaders that an exporter shows: "prometheus", "opentelemetry" or a client's object.
 
     A client is imported if it is named, or if the object shows that it was imported.
 
@@ -255,11 +255,11 @@ class ExportedLoader:
 
     @property
     def inherited(self) -> bool:
-        """Whether a process shows this loader that this one was forked from."""
+        """Return whether a process shows this loader that this one was forked from."""
         return self._process != os.getpid()
 
     def read(self, metric: Metric) -> Iterator[tuple[Labels, float]]:
-        """(labels, value) of a metric; none for a rate whose counter was not counted yet."""
+        """Yield (labels, value) of a metric; none for a rate whose counter was not counted yet."""
         if metric.kind == "counter":
             yield self._labels, self._counters[metric.source]
         elif metric is BOTTLENECK:
@@ -303,7 +303,7 @@ class ExportedLoaders:
         return end
 
     def read(self, metric: Metric) -> Iterator[tuple[Labels, float]]:
-        """(labels, value) of a metric, of all loaders."""
+        """Yield (labels, value) of a metric, of all loaders."""
         for loader in self._here():
             yield from loader.read(metric)
 
@@ -311,7 +311,7 @@ class ExportedLoaders:
         return any(one.name == name for one in self._here())
 
     def _here(self) -> list[ExportedLoader]:
-        """Those of this process: a forked worker inherits the others, and would count their work again."""
+        """Return those of this process: a forked worker inherits others, and would count their work again."""
         return [loader for loader in list(self._loaders) if not loader.inherited]
 
 
@@ -325,11 +325,11 @@ class _Collector:
         self._loaders = loaders
 
     def describe(self) -> list[_Family]:
-        """For the registry, which finds metrics of one name by it, and answers `?name[]=`."""
+        """Yield the names for the registry, which finds metrics by them and answers `?name[]=`."""
         return [_family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[_Family]:
-        """Called by each scrape, in a thread of its server."""
+        """Yield the metrics, for each scrape, in a thread of its server."""
         for metric in METRICS:
             family = _family(metric)
             for labels, value in self._loaders.read(metric):
@@ -390,7 +390,7 @@ def _meter(get: Callable[[str, str], Meter]) -> Meter:
 
 
 def _instrumented(meter: Meter) -> ExportedLoaders:
-    """Loaders that are read by the instruments of a meter. It keeps them: they cannot be removed from it."""
+    """Return the loaders that the instruments of a meter read, which cannot be removed from it."""
     loaders = ExportedLoaders()
     for metric in METRICS:
         create = (
@@ -401,7 +401,7 @@ def _instrumented(meter: Meter) -> ExportedLoaders:
 
 
 def _callback(loaders: ExportedLoaders, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    """What a collection calls, in a thread of its reader."""
+    """Return the observations of a collection, in a thread of its reader."""
 
     from opentelemetry.metrics import Observation
 

@@ -173,7 +173,7 @@ class Filter:
 
     @functools.cached_property
     def excluded(self) -> frozenset[int]:
-        """The excluded samples, by their numbers in the dataset."""
+        """Return the excluded samples, by their numbers in the dataset."""
         numbers: set[int] = set()
         for source, first, length in _positions(self._reading.sources()):
             ranges = self.samples.get(source, [])  # a state may have any numbers
@@ -188,12 +188,12 @@ class Filter:
 
     @property
     def withheld(self) -> frozenset[int]:
-        """The samples that a worker must not choose in the place of a bad one."""
+        """Return the samples that a worker must not choose in the place of a bad one."""
         return self.excluded if self._reading.choices else frozenset()
 
     @property
     def changed(self) -> bool:
-        """Whether samples or steps were left out since."""
+        """Return whether samples or steps were left out since."""
         return self._exclusions.version != self._version
 
     def newer(self, step: int) -> Filter:

@@ -40,7 +40,7 @@ ONE = math.lcm(*range(1, 25)) * 10**9
 
 
 def in_units(weights: Mapping[str, Fraction]) -> list[int]:
-    """Weights as whole numbers with the sum `ONE`.
+    """Return weights as whole numbers with the sum `ONE`.
 
     Raises:
         ArgumentError: a weight is too small beside the others.
@@ -83,20 +83,20 @@ class Mixing:
 
     @property
     def weights(self) -> list[int]:
-        """Of each source, in units."""
+        """Return the weight of each source, in units."""
         return list(self._weights)
 
     @property
     def dues(self) -> list[int]:
-        """What each source is owed, in units. Those of all sources add up to 0."""
+        """Return what each source is owed, in units. Those of all sources add up to 0."""
         return [self._due(source, self.total - self._begun) for source in range(len(self.counts))]
 
     def set_weights(self, weights: Sequence[int]) -> None:
-        """From the next sample on, the weights are these."""
+        """Use these weights from the next sample on."""
         self._begin(weights, self.dues)
 
     def copy(self) -> Mixing:
-        """One that goes on from here by itself."""
+        """Return one that goes on from here by itself."""
         return Mixing(self._weights, self.counts, self.dues, self.total)
 
     def advance(self, samples: int) -> int:
@@ -134,7 +134,7 @@ class Mixing:
         return self._weights[source] * steps - self._given[source]
 
     def _most_late(self, first: tuple[int, int], step: int) -> int:
-        """Of `first`, and the others whose deadline is past, the source with the largest due."""
+        """Return the source with the largest due, of `first` and the others whose deadline is past."""
         late = [first, *(one for one in self._ready if one[0] <= step)]
         chosen = max(late, key=lambda one: (self._due(one[1], step), -one[1]))
         if chosen != first:
@@ -145,7 +145,7 @@ class Mixing:
 
 
 def _window(given: int, weight: int) -> tuple[int, int]:
-    """(release, deadline): the steps between which a source gives its next sample.
+    """Return (release, deadline): the steps between which a source gives its next sample.
 
     From its release on, its due stays above -1 if it does. At its deadline the due reaches +1 if it does not.
     """
@@ -153,7 +153,7 @@ def _window(given: int, weight: int) -> tuple[int, int]:
 
 
 def _settled(dues: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """The dues, where the dues of sources that give no samples are left to the others.
+    """Return the dues, where the dues of sources that give no samples are left to the others.
 
     The largest take them: beside their samples a part of one is least. No due passes -1 or +1 by that. A
     source that is left out for a time is owed nothing when it comes back.
@@ -249,7 +249,7 @@ class Proportions:
 
 
 def parse_weights(weights: Any, names: Sequence[str], what: str = "weights") -> dict[str, Fraction]:
-    """Name -> weight, as it is written.
+    """Return name -> weight, as it is written.
 
     Raises:
         ArgumentError: they are not one finite number >= 0 for each name, or all are 0.

@@ -120,7 +120,7 @@ class MixtureSampler(DistributedSampler):
             self._start_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in plain numbers: epoch, and of each source its samples, weight and due."""
+        """Return the position in plain numbers: epoch, and of each source its samples, weight and due."""
         epoch, consumed = self._position
         mixing, names = self._mixing, self._lengths
         columns = zip(names, names.values(), mixing.counts, mixing.weights, mixing.dues, strict=True)
@@ -289,7 +289,7 @@ class MixtureSampler(DistributedSampler):
         return source
 
     def _index(self, source: int, number: int) -> int:
-        """The index of the sample that a source gives as its sample `number`."""
+        """Return the index of the sample that a source gives as its sample `number`."""
         name, length = self._sources[source]
         lap, position = divmod(number, length)
         if self.shuffle:
@@ -352,7 +352,7 @@ def mixed_at(state: Any) -> MixedAt | None:
 
 
 def _permutation(length: int, seed: int, name: str, lap: int) -> np.ndarray[Any, Any]:
-    """The order of a pass over a source. By the name, so that it does not depend on the other sources."""
+    """Return the order of a pass over a source. By its name, so that it does not depend on other sources."""
     number = hashlib.blake2b(repr((seed, name, lap)).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
     dtype = torch.int32 if length < 1 << 31 else torch.int64

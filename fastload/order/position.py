@@ -109,12 +109,12 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """The loader's count."""
+        """Return the loader's count."""
         return self.order.epoch
 
     @property
     def base_seed(self) -> int:
-        """Of the workers, as torch drew it."""
+        """Return the seed of the workers, as torch drew it."""
         return self.order.base_seed or 0
 
     def resume(self, saved: State) -> None:
@@ -269,7 +269,7 @@ class Position:
 
     @property
     def ran_on(self) -> bool:
-        """Workers may have read on from datasets with a state after the user had left."""
+        """Return whether workers may have read on from stateful datasets after the user had left."""
         return not self.finished and any(worker.state is not None for worker in self.workers)
 
     def write(self, state: State) -> None:

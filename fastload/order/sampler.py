@@ -181,7 +181,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         )
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Return samples of this rank in a whole epoch."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
@@ -320,7 +320,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return again
 
     def _check_found(self) -> None:
-        """A launcher may tell its ranks by torch.distributed only. Without this each would read all."""
+        """Check the rank again, which a launcher may tell by torch.distributed only: each would read all."""
         if not any(self._found) or not can_agree():
             return
         rank, replicas = find_rank()
@@ -335,21 +335,21 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
 
     def _length(self) -> int | None:
-        """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
+        """Return the length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
         return indexed_length(self.dataset)
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return False
 
     def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
-        """The samples in the order of an epoch; None: by index."""
+        """Return the samples in the order of an epoch; None: by index."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self.shuffle:
             return node_order(length, nodes, exchange, self.seed + epoch)
         return None if nodes == 1 else node_shares(length, nodes)
 
     def _share(self, start: int) -> int:
-        """The number of samples of this rank from `start` on."""
+        """Return the number of samples of this rank from `start` on."""
         left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
         if self.mode == "eval":
             return max(0, -(-(left - self._column) // self.num_replicas))
@@ -401,7 +401,7 @@ class ShardSampler(DistributedSampler):
         del self.num_samples, self.total_size  # of (): see `__getattr__`
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
+        """Return samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
 
         Raises:
             TypeError: the shards of the dataset are not indexed yet, and it has no such hint.
@@ -445,7 +445,7 @@ class ShardSampler(DistributedSampler):
 
 
 def indexed_length(dataset: Any) -> int:
-    """The number of samples that can be asked for by index. `len()` of shards may be a hint instead.
+    """Return the number of samples that can be asked for by index. `len()` of shards may be a hint instead.
 
     It is the result of the dataset's `indexed_length`, if it has this method.
 
@@ -457,7 +457,7 @@ def indexed_length(dataset: Any) -> int:
 
 
 def known_length(thing: Any) -> int | None:
-    """`indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
+    """Return `indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
     try:
         return indexed_length(thing)
     except (TypeError, NotImplementedError):
@@ -465,7 +465,7 @@ def known_length(thing: Any) -> int | None:
 
 
 def _column(place: RankPosition) -> int:
-    """The column of a rank in a row of one sample for each rank."""
+    """Return the column of a rank in a row of one sample for each rank."""
     return place.local * place.nodes + place.node
 
 

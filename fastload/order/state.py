@@ -169,7 +169,7 @@ _AS_SAVED = "load it as state_dict() returned it"
 
 @contextlib.contextmanager
 def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator[None]:
-    """A block that uses what a state says of fastload's and torch's own parts, whoever has written it.
+    """Stand around code that uses what a state says of fastload's and torch's parts, whoever wrote it.
 
     Args:
         path: the part of the state, in words.
@@ -237,7 +237,7 @@ def _check_seeds(state: State) -> None:
 
 
 def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str, Any]:
-    """The state of the loader in a file.
+    """Return the state of the loader in a file.
 
     Args:
         at: which one, if the file has several: its place as `find_states` writes it.
@@ -267,7 +267,7 @@ def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str,
 
 
 def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """(place, state) of all loaders in a checkpoint, in its order.
+    """Return (place, state) of all loaders in a checkpoint, in its order.
 
     A place is the keys and positions on the way there, such as "loops.train_loader" or "ranks.0"; "" is the
     checkpoint itself.
@@ -291,7 +291,7 @@ def _find(content: Any, way: tuple[str, ...], seen: set[int]) -> Iterator[tuple[
 
 
 def content_of(path: Path) -> Any:
-    """What a file holds, by its first bytes: JSON, or a file of torch.save.
+    """Read a file, by its first bytes: JSON, or a file of torch.save.
 
     Raises:
         ArgumentError: it cannot be read, is of another kind, or would run code.

@@ -89,13 +89,13 @@ class Digest:
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
     def value(self) -> bytes:
-        """The digest, 32 bytes."""
+        """Return the digest, 32 bytes."""
         mine = [Digest.of(one) for one in self.earlier if one["rank"] == self.rank]
         lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
         return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
     def add(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
-        """A step was handed out; without a fingerprint where its error was raised."""
+        """Note that a step was delivered; without a fingerprint where its error was raised."""
         if not self.epochs or self.epochs[-1].epoch != epoch:
             self._begin(epoch)
         current = self.epochs[-1]
@@ -131,7 +131,7 @@ class Digest:
     # --- as a part of the loader's state
 
     def state(self) -> dict[str, Any]:
-        """As JSON of at most 7 kilobytes."""
+        """Return it as JSON of at most 7 kilobytes."""
         packed = np.array(self.trail, "<u4").tobytes()
         return {name: getattr(self, name) for name in _PLAIN} | {
             "sums": [f"{one:016x}" for one in self.sums],
@@ -209,7 +209,7 @@ class Digest:
             raise ValueError(f"{len(self.earlier)} earlier parts")
 
     def partial_sums(self) -> dict[int, int]:
-        """Steps of the last epoch -> the lower half of `ordered` over all before that one."""
+        """Return steps of the last epoch -> the lower half of `ordered` over all before that one."""
         marks = {(number + 1) * self.every: mark for number, mark in enumerate(self.trail)}
         return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
 
@@ -221,7 +221,7 @@ def _sum(text: str) -> int:
 
 
 def find_part(loader: Any) -> tuple[int, int]:
-    """(rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
+    """Return (rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers: Sequence[Any] = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     for sampler in samplers:
@@ -232,7 +232,7 @@ def find_part(loader: Any) -> tuple[int, int]:
 
 
 def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
-    """The digest of all ranks together.
+    """Return the digest of all ranks together.
 
     Args:
         groups: the parts of the ranks that ran together, at one step; one group more for each other number of
@@ -261,7 +261,7 @@ def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
 
 
 def _added_trails(parts: list[Digest], epoch: int, every: int) -> list[int]:
-    """The partial sums of an epoch. A part that ended within it has its whole sum from there on."""
+    """Return the partial sums of an epoch. A part that ended within it has its whole sum from there on."""
     trails = []
     for one in parts:
         marks = one.trail[every // one.every - 1 :: every // one.every]

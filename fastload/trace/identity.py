@@ -40,7 +40,7 @@ class Contents:
         self._read: dict[int, tuple[Any, str | None]] = {}
 
     def forget(self) -> None:
-        """What is held may have been changed in place."""
+        """Forget what was read: what is held may have been changed in place."""
         self._read.clear()
 
     def identify(self, loader: Any) -> Identity:
@@ -55,7 +55,7 @@ class Contents:
         return DatasetIdentity(type(dataset).__qualname__, chosen, _keys(dataset), listed)
 
     def _digest(self, held: Any) -> str | None:
-        """None: it has no bytes that are the same in another process."""
+        """Return a digest; None: it has no bytes that are the same in another process."""
         before, digest = self._read.get(id(held), (None, None))
         if before is not held:
             content = content_of(held)
@@ -168,20 +168,20 @@ def _place(made: Mapping[str, Any]) -> str:
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The arguments of two transforms that are not alike; an empty one is none of fastload's."""
+    """Return the arguments of two transforms that are not alike; an empty one is none of fastload's."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
     return [text or "none of these" for text in texts]
 
 
 def _datasets(dataset: Any) -> list[tuple[str, Any]]:
-    """(name, dataset) of each source of a mixture; else ("", the dataset)."""
+    """Return (name, dataset) of each source of a mixture; else ("", the dataset)."""
     # In `fastload replay` a range stands for samples that are not there.
     return [] if isinstance(dataset, IterableDataset | range) else list(sources_of(dataset).items())
 
 
 def _held_by(loader: Any) -> Iterator[Any]:
-    """What the samplers of a loader have been given and draw from."""
+    """Yield what the samplers of a loader have been given and draw from."""
     outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for sampler in (outer, getattr(outer, "sampler", None)):
         if type(sampler) in (list, tuple):
@@ -193,14 +193,14 @@ def _held_by(loader: Any) -> Iterator[Any]:
 
 
 def _leaf(dataset: Any) -> StoreDataset | None:
-    """The dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
+    """Return the dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, StoreDataset) else None
 
 
 def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:
-    """The `Subset`s that a dataset is made of, at any depth."""
+    """Yield the `Subset`s that a dataset is made of, at any depth."""
     if isinstance(dataset, Subset):
         yield dataset
     attributes = getattr(dataset, "__dict__", {})  # so that no property of the user's runs
@@ -211,7 +211,7 @@ def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _keys(dataset: Any) -> str | None:
-    """A digest of the keys of some samples; None where they have none, or are not known yet."""
+    """Return a digest of the keys of some samples; None where they have none, or are not known yet."""
     length = known_length(dataset)
     if not length:
         return None

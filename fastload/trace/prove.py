@@ -115,7 +115,7 @@ def _compare_logs(a: Side, b: Side) -> Proof:
 
 
 def _name_row(a: Side, b: Side, place: Place) -> Proof:
-    """The first row that stands in this step on one side only."""
+    """Return the first row that stands in this step on one side only."""
     rows_a, rows_b = a.rows(place), b.rows(place)
     new, gone = _without(rows_b, rows_a), _without(rows_a, rows_b)
     epoch, step = place
@@ -140,7 +140,7 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
 
 
 def _without(rows: list[Row], others: list[Row]) -> list[Row]:
-    """The rows that have no equal among the others: of their own rank first, then of any."""
+    """Return the rows that have no equal among the others: of their own rank first, then of any."""
     of_rank = Counter((row.rank, row.fingerprint) for row in others)
     left = Counter(row.fingerprint for row in others)
     rest = []
@@ -189,7 +189,7 @@ def _compare_states(a: Side, b: Side, steps: int) -> Proof:
 
 
 def _compare_finished(a: Side, b: Side) -> Proof:
-    """States of which some ranks are ahead: the epochs that all of them have finished can be compared."""
+    """Compare states of which some ranks are ahead: the epochs that all of them have finished."""
     one, other = a.digest(None), b.digest(None)
     if one.sums == other.sums:
         return _same(one.steps, a, b, one.steps, other.steps)
@@ -206,7 +206,7 @@ def _compare_finished(a: Side, b: Side) -> Proof:
 
 
 def _before(digest: Digest) -> dict[int, EpochSums]:
-    """Epoch -> the sums over all epochs before it."""
+    """Return epoch -> the sums over all epochs before it."""
     whole, found = EpochSums(0), {}
     for one in digest.epochs:
         found[one.epoch] = replace(whole)
@@ -221,7 +221,7 @@ def _differs_in_epochs(first: int, last: int, why: str) -> Proof:
 
 
 def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, passed: int) -> Proof:
-    """The epoch that is the last one in common, by its partial sums."""
+    """Return the epoch that is the last one in common, by its partial sums."""
     last_a, last_b = one.epochs[-1].epoch, other.epochs[-1].epoch
     if last_a == last_b == epoch:
         marks_a, marks_b = one.partial_sums(), other.partial_sums()
@@ -279,7 +279,7 @@ def _compare_epochs(a: Side, b: Side, one: Digest, other: Digest) -> Proof:
 
 
 def _from_each(begun: list[int], last: int, digest: Digest) -> dict[int, EpochSums]:
-    """Each of these epochs -> the sums from it up to the next one of them, or up to epoch `last`.
+    """Return each of these epochs -> the sums from it up to the next one of them, or up to epoch `last`.
 
     A long run has one sum of several epochs, where a shorter run still has each.
     """
@@ -366,7 +366,7 @@ class Side:
         return found
 
     def rows(self, place: Place) -> list[Row]:
-        """The rows of a step, rank by rank."""
+        """Return the rows of a step, rank by rank."""
         found: list[Row] = []
         for log, table in self._tables:
             for at in table[(table[:, 1] == place[0]) & (table[:, 2] == place[1]), 3].tolist():
@@ -374,7 +374,7 @@ class Side:
         return sorted(found)
 
     def digest(self, steps: int | None) -> Digest:
-        """Of a state; or of the first `steps` steps of a log, as a state would have it."""
+        """Return that of a state; or of the first `steps` steps of a log, as a state would have it."""
         if self._digest is not None:
             return self._digest
         digest = Digest()
@@ -406,7 +406,7 @@ class Side:
 
 
 def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int, Digest]]:
-    """See `Side.parts`."""
+    """Return the digests as in `Side.parts`."""
     groups: dict[tuple[int, int], dict[int, Digest]] = {}
     for digest in digests:
         parts = [*map(Digest.of, digest.earlier), replace(digest, earlier=[])]
@@ -424,7 +424,7 @@ def _last(table: NDArray[np.int64]) -> Place:
 
 
 def read_side(given: Any, name: str) -> Side:
-    """A side of the comparison: see `prove`.
+    """Return a side of the comparison: see `prove`.
 
     Raises:
         ArgumentError: it is none, or two of its parts are of the same rank.
@@ -476,7 +476,7 @@ def _read(given: Any, name: str) -> Sequence[Digest | SampleLog]:
 
 
 def _digests_in(given: Any, text: str) -> list[Digest]:
-    """The digest of the one state in a checkpoint, or those of all ranks where it has the states of them."""
+    """Return the digest of the one state in a checkpoint, or those of all ranks where it has their states."""
     found = find_states(given)
     if not found:
         raise ArgumentError(f"{text} has no state of a fastload.DataLoader")

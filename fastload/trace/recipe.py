@@ -94,7 +94,7 @@ class Restored(NamedTuple):
 
 
 def describe(loader: Any) -> _Json:
-    """The entry "recipe" of the loader's state: the same on every rank."""
+    """Return the entry "recipe" of the loader's state: the same on every rank."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or loader.batch_size is None:
         return {"why": "its batches come from batch_sampler=, or it has none"}
@@ -114,7 +114,7 @@ def describe(loader: Any) -> _Json:
 def restore(
     state: Mapping[str, Any], *, url: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Restored:
-    """The arguments of the loader that this state is of.
+    """Return the arguments of the loader that this state is of.
 
     Args:
         url: where the data is now, if not where it was.
@@ -167,7 +167,7 @@ def _restored(state: State, made: Mapping[str, Any], url: str | None, options: M
 
 
 def _unlike(loader: Any) -> tuple[str | None, list[str]]:
-    """(why the batch cannot be made again, or None; what may be unlike in it)."""
+    """Return (why the batch cannot be made again, or None; what may be unlike in it)."""
     dataset, notes = loader.dataset, []
     whys = [
         (type(loader).__module__ != "fastload.loader.dataloader", f"it is a {type(loader).__qualname__}"),
@@ -322,7 +322,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _transform(transform: Any) -> _Json | None:
-    """None: it cannot be described."""
+    """Return it as JSON; None: it cannot be described."""
     if type(transform) is ByEpoch:
         each = {str(epoch): _transform(one) for epoch, one in transform.transforms.items()}
         return None if None in each.values() else {"kind": "ByEpoch", "transforms": each}
@@ -360,7 +360,7 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
 
 
 def _normalize(transform: Any) -> _Json | None:
-    """None: there is none. {}: it cannot be described."""
+    """Return it as JSON. None: there is none. {}: it cannot be described."""
     if transform is None:
         return None
     if type(transform) is not Normalize:
@@ -381,7 +381,7 @@ def _normalize(transform: Any) -> _Json | None:
 def _open_dataset(
     made: Mapping[str, Any], length: int, url: str | None, options: Mapping[str, Any], notes: list[str]
 ) -> tuple[Any, str | None]:
-    """(dataset, why it has no samples)."""
+    """Return (dataset, why it has no samples)."""
     if "why" in made:
         return range(
             length
@@ -445,7 +445,7 @@ def _new_transform(made: Mapping[str, Any] | None) -> Any:
 def _new_sampler(
     made: Mapping[str, Any], dataset: Any, replicas: int | None, generator: torch.Generator | None
 ) -> Any:
-    """The sampler of rank 0."""
+    """Return the sampler of rank 0."""
     if made["kind"] == "SequentialSampler":
         return SequentialSampler(dataset)
     if made["kind"] == "RandomSampler":

@@ -31,7 +31,7 @@ _NONE = np.array([], np.int64), np.array([], np.uint64)
 
 
 def log_name(rank: int) -> str:
-    """The name of a rank's log in the directory."""
+    """Return the name of a rank's log in the directory."""
     return f"rank-{rank:05}.samples"
 
 
@@ -60,12 +60,12 @@ class LogWriter:
         return self.__dict__ | {"_file": -1, "_buffer": [], "_buffered": 0, "_announced": False}
 
     def run_resumes(self) -> None:
-        """What is handed out next follows on a state that was loaded."""
+        """Note that what is delivered next follows on a state that was loaded."""
         self.flush()
         self._announced = False
 
     def begin(self, rank: int, world_size: int, run_step: int) -> None:
-        """Before an iteration of the loader.
+        """Open the file, before an iteration of the loader.
 
         Raises:
             ArgumentError: the file of that name is something else.
@@ -77,7 +77,7 @@ class LogWriter:
             self._put(RunBegins(run_step, time.time(), world_size).dump())
 
     def add(self, run_step: int, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
-        """A step was handed out."""
+        """Log a step that was delivered."""
         indices, fingerprints = _NONE if fingerprint is None or fingerprint.rows is None else fingerprint.rows
         self._put(LoggedStep(run_step, epoch, step, indices, fingerprints).dump())
 
@@ -144,7 +144,7 @@ class LogWriter:
         )
 
     def __del__(self) -> None:
-        """A loop that ended with `break` has the rest of its steps here."""
+        """Write the rest: a loop that ended with `break` has its last steps here."""
         if self._file >= 0 and self._owner == os.getpid():  # a fork has the buffer too
             self.flush()
             os.close(self._file)
@@ -187,7 +187,7 @@ class SampleLog:
                 self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, at))
 
     def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
-        """The steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
+        """Return the steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
 
         Args:
             others: runs of other ranks. This rank has no part in those that have too few ranks for it.

@@ -100,10 +100,10 @@ class BatchSource:
         """Wait until the cache has this epoch's records: the next epoch finds them there."""
 
     def close_cache(self) -> None:
-        """At the end of this process: write out the queued records."""
+        """Write out the queued records, at the end of this process."""
 
     def end_iteration(self) -> None:
-        """In the trainer's process: stop reading ahead for streams, and end the threads that make samples."""
+        """Stop reading ahead for streams, and end the threads that make samples, in the trainer's process."""
 
 
 class BatchCounters(Counters):
@@ -375,7 +375,7 @@ class StreamReader:
             self._dataset.must_stream()  # reads the shard indexes that other processes have completed
 
     def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
-        """The index batch of the next samples, and the stream's state after them.
+        """Return the index batch of the next samples, and the stream's state after them.
 
         Raises:
             StreamOver: the stream is over.

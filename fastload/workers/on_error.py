@@ -113,7 +113,7 @@ class ErrorPolicy:
             raise error
 
     def name(self, index: Any) -> str:
-        """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
+        """Return "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
         name = f"sample {index!r}"
         with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
             view = view_of(self._dataset)
@@ -125,7 +125,7 @@ class ErrorPolicy:
 
 
 def _drop_traceback(error: BaseException | None) -> None:
-    """Its frames hold the errors, the batch and the iterator, which would live until the next collection."""
+    """Drop the frames, which would keep the errors, the batch and the iterator until the next collection."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

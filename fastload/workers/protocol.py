@@ -129,7 +129,7 @@ class Failure(NamedTuple):
 
 
 def _rebuilt(error: Exception | None, kind: Any, text: str) -> Exception:
-    """The exception with this text, as torch's workers rebuild theirs; a RuntimeError where that fails."""
+    """Return the exception with this text, as torch's workers rebuild theirs, or else a RuntimeError."""
     try:
         # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
         rebuilt: Exception = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
@@ -146,7 +146,7 @@ _NOTHING = pickle.dumps((None, None))
 
 
 def _round_trip(thing: tuple[Exception | None, type[Exception]]) -> bytes | None:
-    """Its pickle, or None where that cannot be loaded: an exception may pickle and still fail to load."""
+    """Return its pickle; None where that cannot be loaded: an exception may pickle and still fail to load."""
     try:
         pickled = bytes(ForkingPickler.dumps(thing))
         return pickled if type(pickle.loads(pickled)[0]) is type(thing[0]) else None
@@ -191,7 +191,7 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """(the trainer's end, the worker's end)."""
+        """Return (the trainer's end, the worker's end)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         trainer = cls(ours)
         cls._trainer_ends.add(trainer)
@@ -202,7 +202,7 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """True while messages wait in the outbox for room in the socket."""
+        """Return whether messages wait in the outbox for room in the socket."""
         return bool(self._outbox)
 
     def send(self, message: Any, fds: list[int] | None = None) -> None:
@@ -236,7 +236,7 @@ class Channel:
                 os.close(fd)
 
     def receive(self, *, wait: bool) -> tuple[Any, list[int]] | None:
-        """The next message with its descriptors; None where none has arrived (only without `wait`).
+        """Return the next message with its descriptors; None where none has arrived (only without `wait`).
 
         Raises:
             EOFError: the peer closed its end or died.

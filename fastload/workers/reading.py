@@ -39,11 +39,11 @@ class _Announced(Generic[_T]):
         self._batches.append((index, coming))
 
     def find(self, index: Any) -> list[_T] | None:
-        """What is on its way for an index batch; None where it was not announced."""
+        """Return what is on its way for an index batch; None where it was not announced."""
         return next((coming for known, coming in list(self._batches) if known is index), None)
 
     def take(self, index: Any) -> list[_T]:
-        """What is on its way for an index batch, which is forgotten."""
+        """Return what is on its way for an index batch, and forget it."""
         for number, (known, coming) in enumerate(list(self._batches)):
             if known is index:
                 del self._batches[number]
@@ -107,7 +107,7 @@ class ReadAhead:
             self._counters.setdefault(id(dataset), dataset.counters)
 
     def cancel(self, index: Any) -> None:
-        """An index batch will not be asked for. One that was not announced, or was made, is ignored."""
+        """Cancel an index batch that will not be asked for. One that is not announced, or made, is ignored."""
         notes = self._announced.take(index)
         if self._rows is not None and self._streamed:
             with contextlib.suppress(Exception):
@@ -117,11 +117,11 @@ class ReadAhead:
                 dataset.cancel(indices)
 
     def used(self) -> float:
-        """Prefetched samples used so far, as counted by the datasets."""
+        """Return prefetched samples used so far, as counted by the datasets."""
         return sum(counters["get.ahead"] for counters in self._counters.values())
 
     def finish(self, index: Any, samples: int, used: float) -> None:
-        """After a batch was made that used this many prefetched samples: release those that it did not use.
+        """Release the prefetched samples that a batch did not use, which was made and used this many.
 
         A `__getitem__` that never asks for its own sample (it returns the key alone, or another sample) makes
         prefetching useless: it stops after a while.
@@ -187,7 +187,7 @@ class SampleReader:
         self._announced = _Announced[Task]()
 
     def announce(self, index: Any, indices: list[Any]) -> None:
-        """An index batch will be read after those announced before: the threads begin with it."""
+        """Let the threads begin with an index batch that will be read after those announced before."""
         if self._threads is None or self._by_rows():
             return
         if self._bulk and self._seeds is None:
@@ -198,13 +198,13 @@ class SampleReader:
         self._announced.add(index, tasks)
 
     def cancel(self, index: Any) -> None:
-        """An index batch will not be read, or was read."""
+        """Forget an index batch that will not be read, or was read."""
         tasks = self._announced.take(index)
         if self._threads is not None:
             self._threads.cancel(tasks)
 
     def read(self, index: Any, indices: list[Any], seed: int, epoch: int) -> tuple[Any, list[Any]]:
-        """(samples of an index batch, index of each), where substitutes stand for bad ones.
+        """Return (samples of an index batch, index of each), where substitutes stand for bad ones.
 
         Args:
             index: the index batch itself, which a `__getitems__` receives.
@@ -239,11 +239,11 @@ class SampleReader:
         return [sample for part in parts for sample in part] if self._bulk else parts, settled
 
     def _by_rows(self) -> bool:
-        """Whether fastload fills rows, from which the samples are made. `__getitems__` gets its own call."""
+        """Return whether samples are made from rows that fastload fills. `__getitems__` gets its own call."""
         return not self._rows.bulk and self._rows.writes()
 
     def _counted(self) -> float:
-        """Samples that the datasets count themselves."""
+        """Return samples that the datasets count themselves."""
         return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
 
     def _many(self, index: Any, tasks: list[Task]) -> Any:
@@ -318,7 +318,7 @@ class SampleReader:
         return self._threads.submit(index, partial(self._sample, index), last=last)
 
     def _sample(self, index: Any) -> Any:
-        """One sample; a list with it where a `__getitems__` makes the samples."""
+        """Return one sample; a list with it where a `__getitems__` makes the samples."""
         if self._bulk:
             return _checked(partial(self._dataset.__getitems__, [index]), index)
         return _checked(partial(operator.getitem, self._dataset, index), index)

@@ -105,7 +105,7 @@ def _close_listening_sockets() -> None:
 
 
 def _listens(fd: int) -> bool:
-    """Whether it is the socket of a TCP server. Those with a path are no ports."""
+    """Return whether it is the socket of a TCP server. Those with a path are no ports."""
     one = socket.socket(fileno=fd)
     try:
         inet = one.family in (socket.AF_INET, socket.AF_INET6)

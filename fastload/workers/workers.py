@@ -276,7 +276,7 @@ class ThisProcess(Workers):
 
 
 def allocator(*, pinned: bool) -> Allocate:
-    """Ordinary host memory for batches that this process makes."""
+    """Return ordinary host memory for batches that this process makes."""
 
     def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
@@ -286,7 +286,7 @@ def allocator(*, pinned: bool) -> Allocate:
 
 @contextlib.contextmanager
 def _kept_globals() -> Iterator[None]:
-    """What is drawn or seeded inside leaves the process-wide generators where they were."""
+    """Put the process-wide generators back, whatever is drawn or seeded inside."""
     states = GeneratorStates()
     try:
         yield
