@@ -173,7 +173,7 @@ class LoaderContext:
         if self.log is not None:
             self.log.begin(rank, world_size, self.digest.steps)
 
-    def handed_over(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
+    def delivered(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
         """Note that the batch of a step reached the user; without a fingerprint, its error did."""
         if self.log is not None:
             self.log.add(self.digest.steps, epoch, step, fingerprint)

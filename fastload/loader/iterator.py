@@ -219,7 +219,7 @@ class LoaderIterator(TorchIterator):
                 self._count(lane, arrival)
             raise
         self._give_more(lane, arrival.worker_id)
-        self._context.meter.handed_over()
+        self._context.meter.delivered()
         if self._scaling.adjust(self._schedule, len(self._reorder)):
             self._fill()
         self._count(lane, arrival)  # last, for the same reason
@@ -238,12 +238,12 @@ class LoaderIterator(TorchIterator):
 
     def _count(self, lane: int, arrival: Arrival) -> None:
         step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
-        self._context.handed_over(self._position.epoch, step, arrival.fingerprint)
+        self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
-        self._count_left_out(substitutes)
+        self._count_exclusions(substitutes)
 
-    def _count_left_out(self, substitutes: int) -> None:
-        steps, self._position.steps_left_out = self._position.steps_left_out, 0
+    def _count_exclusions(self, substitutes: int) -> None:
+        steps, self._position.steps_skipped = self._position.steps_skipped, 0
         if substitutes:
             self._context.counters.add("left_out.samples", substitutes)
         if steps:
@@ -346,7 +346,7 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         self._position.finish()
-        self._count_left_out(0)
+        self._count_exclusions(0)
         self._context.meter.stop()
         self._context.flush_log()
         if self._context.autoscaler is not None:

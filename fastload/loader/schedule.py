@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.order.samplers import Samplers
@@ -21,21 +21,31 @@ _READ_AHEAD = 256
 _READ_AHEAD_THREADS = 4  # of the kernel, beyond which no more is announced: the requests in flight are enough
 
 
-class Schedule(Protocol):
+class Schedule:
     """The work of one epoch, and the lanes that it is dealt to in turn.
+
+    Args:
+        lanes: the lanes that take part.
+        ahead: pieces of work that a lane may have at a time.
 
     Attributes:
         turn: the lanes that take part, the next one first. Empty: there is no more work.
-        ahead: pieces of work that a lane may have at a time.
+        ahead: see above.
         streamed: index batches are `TakeNext`.
     """
 
-    turn: deque[int]
-    ahead: int
-    streamed: bool
+    streamed: ClassVar[bool]
+
+    def __init__(self, lanes: Iterable[int], ahead: int) -> None:
+        self.turn = deque(lanes)
+        self.ahead = ahead
 
     def choose(self, lane: int | None) -> int:
         """Return the lane of the next work, after a batch of `lane` has left the loader (None: none has)."""
+        if lane is None or lane not in self.turn:
+            lane = self.turn[0]
+            self.turn.rotate(-1)
+        return lane
 
     def work(self, lane: int) -> Any:
         """Return the next index batch, for this lane.
@@ -43,27 +53,33 @@ class Schedule(Protocol):
         Raises:
             StopIteration: there is none. Whatever the sampler raises.
         """
+        raise NotImplementedError
 
     def goes_on(self, ready: Callable[[], int]) -> bool:
         """Return whether a batch that is here is to be handed out; `ready()` are here."""
+        return True
 
     def next_lap(self) -> bool:
         """Return whether the lanes, which are all at their end, begin once more."""
+        return False
 
     def retire(self, lane: int) -> bool:
-        """Return a lane is at its end. Returns whether another one may have its work."""
+        """End a lane. Return whether another one may have its work."""
+        if lane in self.turn:
+            self.turn.remove(lane)
+        return not self.streamed
 
     def lost(self, lane: int) -> None:
         """Note that work of this lane was given out and will not be answered."""
 
 
-class IndexSchedule:
+class IndexSchedule(Schedule):
     """Index batches, dealt to workers in turn.
 
     Args:
-        index_batches: of the sampler.
-        workers: how many take part.
-        first: the one whose turn it is.
+        index_batches: those of the sampler.
+        workers: number of workers that take part.
+        first: the worker whose turn it is.
         ahead: index batches that each may have at a time.
         in_order: batch i goes to worker i mod workers; else to the one that is free.
     """
@@ -73,11 +89,10 @@ class IndexSchedule:
     def __init__(
         self, index_batches: Iterator[Any], *, workers: int, first: int, ahead: int, in_order: bool
     ) -> None:
+        super().__init__(range(workers), ahead)
+        self.turn.rotate(-first)
         self._index_batches = index_batches
         self._in_order = in_order
-        self.ahead = ahead
-        self.turn = deque(range(workers))
-        self.turn.rotate(-first)
 
     def park(self, wanted: int) -> None:
         """Have no more workers than these take part."""
@@ -89,30 +104,16 @@ class IndexSchedule:
         return sorted(set(range(wanted)) - set(self.turn)) if 0 < len(self.turn) < wanted else []
 
     def choose(self, lane: int | None) -> int:
-        if lane is None or self._in_order or lane not in self.turn:
-            lane = self.turn[0]
-            self.turn.rotate(-1)
-        return lane
+        return super().choose(None if self._in_order else lane)
 
     def work(self, lane: int) -> Any:
         return next(self._index_batches)
 
-    def goes_on(self, ready: Callable[[], int]) -> bool:
-        return True
 
-    def next_lap(self) -> bool:
-        return False
-
-    def retire(self, lane: int) -> bool:
-        _remove(self.turn, lane)
-        return True
-
-    def lost(self, lane: int) -> None:
-        pass
-
-
-class StreamSchedule:
+class StreamSchedule(Schedule):
     """The streams of an epoch, in the order in which their batches are handed out.
+
+    A stream of which a batch was handed out is given its next work: so they stay in turn.
 
     Args:
         streams: their state.
@@ -122,16 +123,8 @@ class StreamSchedule:
     streamed = True
 
     def __init__(self, streams: StreamEpoch, *, ahead: int) -> None:
+        super().__init__(streams.live, ahead)
         self._streams = streams
-        self.ahead = ahead
-        self.turn = deque(streams.live)
-
-    def choose(self, lane: int | None) -> int:
-        # A stream of which a batch was handed out is given its next work: so they stay in turn.
-        if lane is None or lane not in self.turn:
-            lane = self.turn[0]
-            self.turn.rotate(-1)
-        return lane
 
     def work(self, lane: int) -> Any:
         return self._streams.work(lane)
@@ -146,17 +139,8 @@ class StreamSchedule:
                 return True
         return False
 
-    def retire(self, lane: int) -> bool:
-        _remove(self.turn, lane)
-        return False
-
     def lost(self, lane: int) -> None:
         self._streams.lost(lane)
-
-
-def _remove(lanes: deque[int], ended: int) -> None:
-    if ended in lanes:
-        lanes.remove(ended)
 
 
 def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, threads: int = 1) -> int:

@@ -235,7 +235,7 @@ def follow_exclusions(
         return
     before, newer = older.withheld, older.newer(position.batches)
     if newer.withheld != before:
-        workers.leave_out(newer.withheld)
+        workers.exclude(newer.withheld)
     for seq in reorder.expected():
         given = position.given_out(seq - first)
         if given is None:

@@ -189,7 +189,7 @@ class Meter:
         self._counters.add("wait.seconds", seconds)
         self._until = time.perf_counter()
 
-    def handed_over(self) -> None:
+    def delivered(self) -> None:
         """Note that the consumer gets a batch."""
         self._handed = self._until = time.perf_counter()
         self._counters.add("wait.batches")

@@ -325,7 +325,7 @@ class _Collector:
         self._loaders = loaders
 
     def describe(self) -> list[_Family]:
-        """Yield the names for the registry, which finds metrics by them and answers `?name[]=`."""
+        """Return the metrics for the registry, which finds them by name, and answers `?name[]=`."""
         return [_family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[_Family]:
@@ -401,7 +401,7 @@ def _instrumented(meter: Meter) -> ExportedLoaders:
 
 
 def _callback(loaders: ExportedLoaders, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    """Return the observations of a collection, in a thread of its reader."""
+    """Return what a collection calls, in a thread of its reader."""
 
     from opentelemetry.metrics import Observation
 

@@ -66,7 +66,7 @@ class Position:
         sampler: its state after the prefix.
         check: a sum over the indices of the prefix, of a checked order.
         drawn: of a checked order: batches, and the sum over them.
-        steps_left_out: of those that were skipped, in the prefix.
+        steps_skipped: of those that were skipped, in the prefix.
         filter: what is left out; None where samples have no index.
     """
 
@@ -90,7 +90,7 @@ class Position:
         self.sampler = samplers.state()
         self.check: int | None = 0
         self.drawn: tuple[int, int | None] = (0, 0)
-        self.steps_left_out = 0
+        self.steps_skipped = 0
         self.filter: Filter | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
         generators = samplers.generators() if samplers.user_defined else None
@@ -237,7 +237,7 @@ class Position:
                 break
             if first in self._skipped:
                 self._skipped.remove(first)
-                self.steps_left_out += 1
+                self.steps_skipped += 1
             else:
                 ahead.remove(first)
             if noted:

@@ -105,6 +105,35 @@ class Identity:
 
 
 @dataclass
+class DigestPart:
+    """The digest of a rank's part of a run: see `fastload.trace.digest`.
+
+    Attributes:
+        sums: its lanes, as hexadecimal text.
+        epochs: (epoch, steps, samples, ordered sum, unordered sum) of each.
+        trail: partial sums, as base64 of 32-bit numbers.
+    """
+
+    rank: int
+    world_size: int
+    steps: int
+    samples: int
+    every: int
+    next_step: int
+    batch: int
+    sums: list[str]
+    epochs: list[tuple[int, int, int, str, str]]
+    trail: str
+
+
+@dataclass
+class DigestState(DigestPart):
+    """The digest of a rank's run, with the parts that had other ranks before."""
+
+    earlier: list[DigestPart]
+
+
+@dataclass
 class State:
     """The state of a loader: what it was, the position, and what leads to the same batches.
 

@@ -22,6 +22,8 @@ import numpy as np
 from fastload.distributed import find_rank
 from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
+from fastload.order.schema import plain, read
+from fastload.order.state import DigestPart, DigestState
 from fastload.workers.protocol import LANES, Fingerprint
 
 _MASK = (1 << 64) - 1
@@ -32,7 +34,7 @@ _TRAIL_MASK = (1 << 32) - 1
 _COUNTS = 1 << 62
 _EARLIER = 10_000  # parts: kilobytes each
 _SUM = re.compile(r"[0-9a-f]{16}")
-_PLAIN = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch")  # in a state
+_COUNTED = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch")
 
 
 @dataclass
@@ -86,11 +88,11 @@ class Digest:
     trail: list[int] = field(default_factory=list)
     next_step: int = 0
     batch: int = 0
-    earlier: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[DigestPart] = field(default_factory=list)
 
     def value(self) -> bytes:
         """Return the digest, 32 bytes."""
-        mine = [Digest.of(one) for one in self.earlier if one["rank"] == self.rank]
+        mine = [Digest.of_part(one) for one in self.earlier if one.rank == self.rank]
         lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
         return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
@@ -132,16 +134,20 @@ class Digest:
 
     def state(self) -> dict[str, Any]:
         """Return it as JSON of at most 7 kilobytes."""
-        packed = np.array(self.trail, "<u4").tobytes()
-        return {name: getattr(self, name) for name in _PLAIN} | {
-            "sums": [f"{one:016x}" for one in self.sums],
-            "epochs": [
-                [one.epoch, one.steps, one.samples, f"{one.ordered:016x}", f"{one.unordered:016x}"]
+        saved: dict[str, Any] = plain(DigestState(**vars(self._part()), earlier=self.earlier))
+        return saved
+
+    def _part(self) -> DigestPart:
+        """Return all of it but the earlier parts."""
+        return DigestPart(
+            **{name: getattr(self, name) for name in _COUNTED},
+            sums=[f"{one:016x}" for one in self.sums],
+            epochs=[
+                (one.epoch, one.steps, one.samples, f"{one.ordered:016x}", f"{one.unordered:016x}")
                 for one in self.epochs
             ],
-            "trail": base64.b64encode(packed).decode(),
-            "earlier": self.earlier,
-        }
+            trail=base64.b64encode(np.array(self.trail, "<u4").tobytes()).decode(),
+        )
 
     def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
         """Go on from what `state` gave.
@@ -156,7 +162,6 @@ class Digest:
     def _handed_to(self, rank: int, world_size: int) -> Digest:
         if not self.steps:
             return replace(self, rank=rank, world_size=world_size)
-        own = {name: one for name, one in self.state().items() if name != "earlier"}
         return Digest(
             rank=rank,
             world_size=world_size,
@@ -165,7 +170,7 @@ class Digest:
             every=self.every,
             trail=[0] * len(self.trail),
             next_step=self.next_step,
-            earlier=[*self.earlier, own],
+            earlier=[*self.earlier, self._part()],
         )
 
     @classmethod
@@ -176,42 +181,56 @@ class Digest:
             DecodeError: none did.
         """
         try:
-            found = cls(
-                **{name: state[name] for name in _PLAIN},
-                sums=tuple(map(_sum, state["sums"])),
+            saved = read(DigestState, state)
+            if len(saved.earlier) > _EARLIER:
+                raise ValueError(f"{len(saved.earlier)} earlier parts")
+        except ValueError as error:
+            raise _unreadable(error) from None
+        return replace(cls.of_part(saved), earlier=saved.earlier)
+
+    @classmethod
+    def of_part(cls, part: DigestPart) -> Digest:
+        """Return the digest of one part, without earlier ones.
+
+        Raises:
+            DecodeError: its numbers are such as no run leads to.
+        """
+        try:
+            digest = cls(
+                **{name: getattr(part, name) for name in _COUNTED},
+                sums=tuple(map(_sum, part.sums)),
                 epochs=[
                     EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
-                    for epoch, steps, samples, ordered, unordered in state["epochs"]
+                    for epoch, steps, samples, ordered, unordered in part.epochs
                 ],
-                trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
-                earlier=list(state.get("earlier", ())),  # an earlier part has none
+                trail=np.frombuffer(base64.b64decode(part.trail), "<u4").tolist(),
             )
-            found._check()
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DecodeError(
-                f"the state has a digest that this version cannot read: {reprlib.repr(error)}"
-            ) from None
-        return found
+            digest._check()
+        except ValueError as error:
+            raise _unreadable(error) from None
+        return digest
 
     def _check(self) -> None:
         """Raise ValueError for numbers that `add` never leads to, and `merged` relies on."""
         epochs = [one.epoch for one in self.epochs]
-        counts = [getattr(self, name) for name in _PLAIN]
+        counts = [getattr(self, name) for name in _COUNTED]
         counts += [number for one in self.epochs for number in (one.epoch, one.steps, one.samples)]
-        if any(type(one) is not int or not 0 <= one < _COUNTS for one in counts):
+        if any(not 0 <= one < _COUNTS for one in counts):
             raise ValueError(f"counts {counts[:8]}")
         power = self.every > 0 and not self.every & (self.every - 1)
         if len(self.sums) != LANES or len(self.trail) >= _TRAIL or not power:
             raise ValueError(f"{len(self.sums)} sums, {len(self.trail)} partial ones of {self.every} steps")
         if bool(epochs) != bool(self.steps) or len(epochs) > _EPOCHS or sorted({*epochs}) != epochs:
             raise ValueError(f"{self.steps} steps in the epochs {epochs[:8]}")
-        if len(self.earlier) > _EARLIER:
-            raise ValueError(f"{len(self.earlier)} earlier parts")
 
     def partial_sums(self) -> dict[int, int]:
         """Return steps of the last epoch -> the lower half of `ordered` over all before that one."""
         marks = {(number + 1) * self.every: mark for number, mark in enumerate(self.trail)}
         return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
+
+
+def _unreadable(error: ValueError) -> DecodeError:
+    return DecodeError(f"the state has a digest that this version cannot read: {reprlib.repr(error)}")
 
 
 def _sum(text: str) -> int:

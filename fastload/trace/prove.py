@@ -409,7 +409,7 @@ def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int,
     """Return the digests as in `Side.parts`."""
     groups: dict[tuple[int, int], dict[int, Digest]] = {}
     for digest in digests:
-        parts = [*map(Digest.of, digest.earlier), replace(digest, earlier=[])]
+        parts = [*map(Digest.of_part, digest.earlier), replace(digest, earlier=[])]
         for level, one in enumerate(parts):
             known = groups.setdefault((level, one.world_size), {}).setdefault(one.rank, one)
             if known != one:
@@ -492,7 +492,7 @@ def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
     try:
         read = Digest.of(parse_state(state, text).digest)
         for part in read.earlier:
-            Digest.of(part)
+            Digest.of_part(part)
     except DecodeError as error:
         raise ArgumentError(f"{text}: {error.message}") from None
     return read

@@ -1,6 +1,6 @@
 """One index batch in, one collated batch out: the steps of `BatchMaker.make_batch`, in order.
 
-    announce (earlier) ─▶ new_batch ─▶ fill: payload ─▶ decode ─▶ row ─▶ settle errors ─▶ finish
+    announce (earlier) ─▶ new_batch ─▶ fill: payload ─▶ decode ─▶ row ─▶ resolve errors ─▶ finish
      ReadAhead            rows in a slot                                ErrorPolicy       Collation
                           SampleReader: sample objects, for other datasets
 
@@ -90,7 +90,7 @@ class BatchSource:
     def cancel(self, index: Any) -> None:
         """Forget an announced index batch. One that could not be announced is ignored."""
 
-    def leave_out(self, samples: frozenset[int]) -> None:
+    def exclude(self, samples: frozenset[int]) -> None:
         """Let these samples replace no bad ones from now on."""
 
     def resume(self, position: WorkerState | None) -> None:
@@ -181,14 +181,14 @@ class BatchMaker(BatchSource):
         self._collation.start_epoch()
         # Without an index of the dataset, on_error="replace" acts as "repeat".
         self._errors.start_epoch(*self._epoch, indexed=not start.streamed)
-        self._errors.left_out = start.left_out
+        self._errors.excluded = start.excluded
         self._ahead.start_epoch(streamed=start.streamed)
         if self._seeds is not None:
             self._seeds.start_epoch(*self._epoch)
         start_epoch(self._datasets, start.epoch)
 
-    def leave_out(self, samples: frozenset[int]) -> None:
-        self._errors.left_out = samples
+    def exclude(self, samples: frozenset[int]) -> None:
+        self._errors.excluded = samples
 
     def prefetch(self, index: Any) -> None:
         if isinstance(index, TakeNext):
@@ -241,19 +241,19 @@ class BatchMaker(BatchSource):
         indices, used_ahead = self._collation.indices(index), self._ahead.used()
         batch = self._new_batch(len(indices), encoded) if begun is None else begun
         if batch is None:
-            samples, settled = self._samples.read(index, indices, *self._epoch)
+            samples, resolved = self._samples.read(index, indices, *self._epoch)
         else:
             self._samples.cancel(index)
-            settled = self._errors.settle(
+            resolved = self._errors.resolve(
                 indices, partial(self._fill, batch), partial(self._rows.copy_row, batch)
             )
-        self.fingerprint = self._fingerprints.of(settled, *self._epoch)
+        self.fingerprint = self._fingerprints.of(resolved, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if batch is None:
-                made = self._collation(samples, lambda row: self._errors.name(settled[row]))
+                made = self._collation(samples, lambda row: self._errors.name(resolved[row]))
             else:
-                made = self._finish(batch, settled, encoded)
+                made = self._finish(batch, resolved, encoded)
         self.counters.made_batch(len(indices))
         return made
 

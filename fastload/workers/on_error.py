@@ -33,7 +33,7 @@ class ErrorPolicy:
 
     Attributes:
         bad: (sample, error) of each bad sample that was skipped or replaced.
-        left_out: indices of samples that replace no other one.
+        excluded: indices of samples that replace no other one.
     """
 
     def __init__(self, dataset: Any, on_error: str, counters: Counters) -> None:
@@ -43,13 +43,13 @@ class ErrorPolicy:
         self._epoch = (0, 0)
         self._indexed = True
         self.bad: list[tuple[str, str]] = []
-        self.left_out: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
 
     def start_epoch(self, seed: int, epoch: int, *, indexed: bool) -> None:
         """Note what replacements depend on. Without an index of the dataset, "replace" acts as "repeat"."""
         self._epoch, self._indexed = (seed, epoch), indexed
 
-    def settle(
+    def resolve(
         self, indices: list[Any], fill: Callable[[RowRequests], RowErrors], copy: Callable[[int, int], None]
     ) -> list[Any]:
         """Fill every row of a batch, with a substitute where its sample is bad.
@@ -89,7 +89,7 @@ class ErrorPolicy:
                     used[row] = used[good[row % len(good)]]
                 return used
             for row in failed - others.keys():
-                others[row] = substitutes(self._dataset, *self._epoch, indices[row], self.left_out)
+                others[row] = substitutes(self._dataset, *self._epoch, indices[row], self.excluded)
             requests = [(row, next(others[row])) for row in sorted(failed)]
             for row, index in requests:
                 used[row] = index

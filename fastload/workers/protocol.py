@@ -67,10 +67,10 @@ class EpochStart(NamedTuple):
     epoch: int
     streamed: bool  # index batches are `TakeNext`
     shared_seed: int | None  # the same for all workers and ranks, for torch's iterable data pipes
-    left_out: frozenset[int] = frozenset()  # see `LeaveOut`
+    excluded: frozenset[int] = frozenset()  # see `Exclude`
 
 
-class LeaveOut(NamedTuple):
+class Exclude(NamedTuple):
     """From the next batch on, these samples replace no bad ones."""
 
     samples: frozenset[int]

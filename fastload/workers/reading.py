@@ -107,7 +107,7 @@ class ReadAhead:
             self._counters.setdefault(id(dataset), dataset.counters)
 
     def cancel(self, index: Any) -> None:
-        """Cancel an index batch that will not be asked for. One that is not announced, or made, is ignored."""
+        """Cancel an index batch that nobody will ask for. One that is not announced, or made, is ignored."""
         notes = self._announced.take(index)
         if self._rows is not None and self._streamed:
             with contextlib.suppress(Exception):
@@ -234,9 +234,9 @@ class SampleReader:
         def copy(target: int, source: int) -> None:
             parts[target] = parts[source]
 
-        settled = self._errors.settle(indices, partial(fill, parts), copy)
+        resolved = self._errors.resolve(indices, partial(fill, parts), copy)
         self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
-        return [sample for part in parts for sample in part] if self._bulk else parts, settled
+        return [sample for part in parts for sample in part] if self._bulk else parts, resolved
 
     def _by_rows(self) -> bool:
         """Return whether samples are made from rows that fastload fills. `__getitems__` gets its own call."""

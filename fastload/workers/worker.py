@@ -28,7 +28,7 @@ from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_se
 from fastload.workers.batch import BatchSource, StreamOver, load_dataset, open_source
 from fastload.workers.collate import collate_into
 from fastload.workers.memory_limit import WorkerMemory
-from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, Exclude, Failure, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
@@ -195,9 +195,9 @@ class _Worker:
             message = received[0]
             if isinstance(message, EpochStart):
                 self._start_epoch(message)
-            elif isinstance(message, LeaveOut):
+            elif isinstance(message, Exclude):
                 if self.source is not None:
-                    self.source.leave_out(message.samples)
+                    self.source.exclude(message.samples)
             else:
                 self._accept(message)
             received = self._channel.receive(wait=False)

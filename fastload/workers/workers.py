@@ -78,7 +78,7 @@ class Workers:
         """Begin an epoch. Work older than its first is not wanted any more."""
         raise NotImplementedError
 
-    def leave_out(self, samples: frozenset[int]) -> None:
+    def exclude(self, samples: frozenset[int]) -> None:
         """Let these samples replace no bad ones, from the next batches on."""
         raise NotImplementedError
 
@@ -176,8 +176,8 @@ class ThisProcess(Workers):
     def begin(self, start: EpochStart) -> None:
         self._source.start_epoch(start)
 
-    def leave_out(self, samples: frozenset[int]) -> None:
-        self._source.leave_out(samples)
+    def exclude(self, samples: frozenset[int]) -> None:
+        self._source.exclude(samples)
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
         work = Work(0, [], [], seq, index, encoded, again=again)
