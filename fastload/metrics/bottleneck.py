@@ -72,7 +72,7 @@ def explain_bottleneck(
 def _given_up(counters: Mapping[str, float]) -> str:
     """Return the end of the sentence where `on_error` changed more than a few samples."""
     bad = counters.get("bad.samples", 0.0)
-    return f"; {bad:,.0f} bad samples were skipped or replaced: see stats()['bad']" if bad > FEW_BAD else ""
+    return f"; {bad:,.0f} bad samples were replaced: see stats()['bad']" if bad > FEW_BAD else ""
 
 
 def _too_short(counters: Mapping[str, float]) -> str:

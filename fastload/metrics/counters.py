@@ -316,7 +316,7 @@ class BadSamples:
             key, error = self.last[-1]
             first_line = error.partition("\n")[0]
             warn(
-                f"fastload skipped or replaced {self._of_epoch:,} samples of this epoch so far, and goes on. "
+                f"fastload replaced {self._of_epoch:,} bad samples of this epoch so far, and goes on. "
                 f"The last one is {key}: {first_line}. See {address('bad-samples')}",
                 stacklevel=2,
             )

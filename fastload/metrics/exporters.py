@@ -93,7 +93,7 @@ COUNTERS = {
     "copy.unregistered": ("{slot}", "Slots that could not be registered with CUDA"),
     "device.seconds": ("s", "Time measured on the device, by events"),
     "device.idle.seconds": ("s", "The part of the device's time without a batch to work on"),
-    "bad.samples": ("{sample}", "Samples skipped or replaced under on_error"),
+    "bad.samples": ("{sample}", "Bad samples that on_error replaced"),
     "bad.bytes": ("By", "Bytes of shards that could not be read"),
     "left_out.samples": ("{sample}", "Excluded samples, in whose place another one was handed out"),
     "left_out.steps": ("{step}", "Steps skipped by skip()"),

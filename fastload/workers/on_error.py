@@ -32,7 +32,7 @@ class ErrorPolicy:
         counters: counts bad.samples.
 
     Attributes:
-        bad: (sample, error) of each bad sample that was skipped or replaced.
+        bad: (sample, error) of each bad sample that was replaced.
         excluded: indices of samples that replace no other one.
     """
 
