@@ -24,7 +24,7 @@ from fastload.errors import ArgumentError, address
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
-from fastload.loader.samples_at import BlackBox
+from fastload.loader.samples_at import Inspection
 from fastload.loader.stages import kernel_threads
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
+class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: it takes torch's arguments, in torch's order.
 
     Example::
@@ -57,70 +57,50 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, and
-            `stats()["autoscale"]` says why. The upper limit is this rank's share of the node's cores, less
-            one core and one more for every 16; a share of two cores or less is not reduced.
-            `loader.num_workers` is that limit, an int. The number does not change the samples or the states.
-            Without `prefetch_factor`, workers may also make up to 16 batches ahead, in 64 MB each, where
-            some batches take far longer than others.
-            A dataset that is split by worker gets the upper limit at once.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, up to this
+            rank's share of the node's cores (less one for the trainer, and one for every 16), and
+            `stats()["autoscale"]` says why. `loader.num_workers` is the upper limit. Samples and states do
+            not depend on it. Workers may then make up to 16 batches ahead, unless `prefetch_factor` is given.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU
-            (not yet run on one); one or two batches are copied ahead, during the training step, and
-            `pin_memory` has no effect. "cuda" is the current device when an iteration starts. "cpu": the same
-            path without the copy.
-        batch_transform: a function that is called with every batch in this process, for example
-            `fastload.Normalize(mean, std)`; on a GPU after the copy, during the training step. It may be
-            called for batches that are never returned. On a GPU its stream does not wait for that of the
-            training, so it must not read tensors that the training loop changes in place, such as averaged
-            weights or a learned augmentation.
-        decoder: where images are decoded. "cpu": in the workers. "dali": on the device (not yet run on a
-            GPU), by NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators
-            for the CPU too); workers then only read, and draw the same crops and flips. A `fastload.Dali`:
-            DALI with other settings. "torch": the records of a cache in mode "dct", by torch's own
-            operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and DALI
-            needs cache mode "raw" or "shrunk", or "auto", which is then "raw". A cut JPEG
-            is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
-            cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
-            damaged image.
+            (not yet run on one), with one or two batches copied ahead; `pin_memory` has no effect. "cpu": the
+            same path without the copy.
+        batch_transform: a function of a batch, called in this process, for example `fastload.Normalize(mean,
+            std)`; on a GPU after the copy, during the training step, on a stream of its own, so it must not
+            read tensors that the training changes in place. It may be called for batches that are never
+            returned.
+        decoder: where images are decoded. "cpu": in the workers. "dali" or a `fastload.Dali`: on the device
+            (not yet run on a GPU), by NVIDIA DALI of the extra `dali-cuda13` or `dali-cuda12`; workers then
+            only read, and draw the same crops and flips. "torch": the records of a cache in mode "dct", by
+            torch's operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and
+            may return a damaged image where "cpu" raises.
         on_error: what to do when a sample cannot be read or decoded: "raise"; "repeat" (repeat another row of
             its batch in its place); "replace" (use another sample in its place: the same one in every run
             with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts
             and names the bad samples.
-        seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
-            function of the batch, so that neither depends on the number of workers; and the order of
-            `shuffle=True` and of torch's random samplers a function of (seed, epoch), that of a
-            `DistributedSampler` with this seed on one rank, unless a `generator` was given. It covers torch's
-            CPU generator, Python's `random` and `np.random`, not generators of GPUs. A `__getitems__` is
-            called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
-            (With None too, fastload's fused transforms do not depend on the number of workers, unless a
-            subclass of its datasets makes the samples.)
+        seed: makes all randomness of a sample a function of (seed, epoch, index), that of `collate_fn` one of
+            the batch, and the order of `shuffle=True` and torch's random samplers one of (seed, epoch),
+            unless a `generator` was given. So none depends on the number of workers. It covers torch's CPU
+            generator, Python's `random` and `np.random`. A `__getitems__` is called for one sample at a time.
+            None: workers are seeded from torch's generator, as by torch; fastload's fused transforms do not
+            depend on the number of workers then either, unless a subclass of its datasets makes the samples.
         processes: True: always have `num_workers` processes. False: where only fastload's code makes the
             samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
             it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms alone, under torch's
             default `collate_fn`, without `worker_init_fn`, `threads` and `decoder`. All threads work on the
-            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all. Batches,
-            order and randomness are the same.
+            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
             concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
-            The samples of the coming index batches are made, which then wait in memory; batches, errors and
-            `on_error` are as without threads. A `__getitems__` makes several batches at
-            the same time. With `seed=` one thread runs at a time, and another one while it waits for a read
-            of fastload's datasets; each sample gets the same random numbers as without threads. Without
-            `seed=` the threads draw from the process's generators in any order. No effect on samples that
-            fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
-        memory_limit: upper bound for all worker processes and their batches: bytes or text such as "2GB", of
-            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of the
-            node. None: no limit. The workers share it equally, and measure themselves after each batch. What
-            is read ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
-            fastload cannot give back is counted but not reduced: batches that the training keeps, the
-            dataset's own memory, `shuffle_buffer=` of shards, `threads=`. A sample that is larger than what
-            may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the
-            process that reads them. "auto" starts no more workers than it is enough for.
-
-        sample_log: a directory. Each rank appends what it is handed out, step by step and row by row, to a
-            file there ("rank-00000.samples", about 12 bytes a sample), over all runs; `fastload.prove`
-            compares two such logs. Where the file cannot be written, one warning says so, and the training
-            goes on.
+            With `seed=` one thread runs at a time, and another one while it waits for a read of fastload's
+            datasets; each sample gets the same random numbers as without threads. No effect on samples that
+            fastload writes into the batch itself, and on shard datasets, which it reads ahead.
+        memory_limit: upper bound for all worker processes of this rank and their batches: bytes or text such
+            as "2GB"; or "50%" of the memory of the machine or container, shared by the ranks of the node.
+            What is read ahead gives way first, then batches made ahead. Batches that the training keeps, the
+            dataset's own memory, `shuffle_buffer=` and `threads=` are counted but not reduced. With
+            num_workers=0: a bound for what is read ahead. `stats()["memory"]` has what is used.
+        sample_log: the path of a directory. Each rank appends what it is handed out, row by row, to a file
+            there ("rank-00000.samples", about 12 bytes a sample); `fastload.prove` compares two such logs.
+            Where the file cannot be written, one warning says so, and the training goes on.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.

@@ -250,7 +250,7 @@ def _checked(
     return step, epoch, rank, world_size
 
 
-class BlackBox:
+class Inspection:
     """The part of `fastload.DataLoader` that is asked about its samples.
 
     The order of an epoch and the randomness of a sample are functions of (seed, epoch, index), so that past
