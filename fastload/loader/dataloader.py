@@ -144,9 +144,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         sample_log: str | os.PathLike[str] | None = None,
         processes: bool = False,
     ) -> None:
-        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
-        check_log(dataset, sample_log)
-        check_threads(dataset, threads)
+        _check_arguments(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
+        _check_log(dataset, sample_log)
+        _check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
@@ -188,9 +188,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             context.decoding = self._new_decoding(decoder)
         self._settle_workers(auto, prefetch_factor)
         if not threads:
-            warn_of_lone_reads(dataset)
+            _warn_of_unprefetched(dataset)
         if drop_last:
-            warn_of_an_empty_epoch(self)
+            _warn_of_an_empty_epoch(self)
 
     def __repr__(self) -> str:
         length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)
@@ -400,10 +400,10 @@ def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bo
     return None, shuffle
 
 
-_ON_ERROR = ("raise", "repeat", "replace")
+# --- arguments: torch checks its own
 
 
-def check_own(
+def _check_arguments(
     dataset: Any,
     batch_size: Any,
     num_workers: Any,
@@ -412,9 +412,9 @@ def check_own(
     seed: Any,
     processes: Any,
 ) -> None:
-    """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
+    """Raise `ArgumentError` for fastload's own arguments."""
     check_dataset(dataset)
-    check_one_of("on_error", on_error, _ON_ERROR)
+    check_one_of("on_error", on_error, ("raise", "repeat", "replace"))
     if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
         raise ArgumentError(
             f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
@@ -432,7 +432,7 @@ def check_own(
         raise ArgumentError(f"processes must be True or False, found {processes!r}")
 
 
-def check_log(dataset: Any, sample_log: Any) -> None:
+def _check_log(dataset: Any, sample_log: Any) -> None:
     if sample_log is None:
         return
     if not isinstance(sample_log, str | os.PathLike):
@@ -445,7 +445,7 @@ def check_log(dataset: Any, sample_log: Any) -> None:
         )
 
 
-def check_threads(dataset: Any, threads: Any) -> None:
+def _check_threads(dataset: Any, threads: Any) -> None:
     if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
         raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
     if threads and isinstance(dataset, IterableDataset):
@@ -455,7 +455,7 @@ def check_threads(dataset: Any, threads: Any) -> None:
         )
 
 
-def warn_of_lone_reads(dataset: Any) -> None:
+def _warn_of_unprefetched(dataset: Any) -> None:
     """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
     lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
     if lone is not None:
@@ -471,7 +471,7 @@ def warn_of_lone_reads(dataset: Any) -> None:
         )
 
 
-def warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
+def _warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
     """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LAYOUTS = ("contiguous_format", "channels_last", "preserve_format")
 
 _Json = dict[str, Any]
+
+SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 
 
 class Restored(NamedTuple):
@@ -161,6 +164,62 @@ def _restored(state: State, made: Mapping[str, Any], url: str | None, options: M
     no_images = made["no_images"]
     own = "its batch_transform= is a function of the training" if made["batch_transform"] == {} else None
     return Restored(arguments, missing, no_images, no_images or own, notes)
+
+
+# --- two recipes
+
+
+def check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
+    """Compare the dataset of a state with the loader's: what it lists, where, and how its images are cut.
+
+    Args:
+        since: what has changed in the bucket since, in brackets.
+
+    Returns:
+        whether both are described.
+
+    Raises:
+        ArgumentError: they have other keys. What else differs is a warning.
+    """
+    before, now = saved.get("dataset", {}), own.get("dataset", {})
+    if "why" in before or "why" in now or not (before and now):
+        return False
+    if before["keys"] != now["keys"]:
+        raise ArgumentError(
+            f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
+            f"other keys or classes{since}: {SAME_KEYS}"
+        )
+    places = [_place(before), _place(now)]
+    changes = []
+    if places[0] != places[1]:
+        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
+    elif before["versions"] != now["versions"]:
+        changes.append(f"objects of {now['url']!r} were written again since{since}")
+    transforms = [_transform_of(one) for one in (before, now)]
+    if transforms[0] != transforms[1]:
+        texts = _differing(*transforms)
+        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
+    for change in changes:
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+    return True
+
+
+def _transform_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one crop of a dataset's images; {}: it has none."""
+    transform = made["arguments"].get("transform") or {}
+    return dict(transform.get("transform") or {})
+
+
+def _place(made: Mapping[str, Any]) -> str:
+    endpoint = made["options"].get("endpoint_url")
+    return repr(str(made["url"]).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of two transforms that are not alike; an empty one is none of fastload's."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
+    return [text or "none of these" for text in texts]
 
 
 # --- what a state has
