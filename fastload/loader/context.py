@@ -1,4 +1,4 @@
-"""What a loader shares with its iterators, and its caches that have a `remote`.
+"""What a loader shares with its iterators, its caches that have a `remote`, and the parts of an iterator.
 
 an epoch begins ─▶ pull what is published of this loader's samples ─▶ the epoch ends ─▶ push
 
@@ -8,7 +8,9 @@ Other loaders may fill the same directory, on other nodes too: their records are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -16,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    SubsetRandomSampler,
+    default_collate,
+)
+from torch.utils.data.graph_settings import apply_sharding
 
 from fastload.cache import Cache
 from fastload.cache.remote import Remote, remote_of
@@ -24,16 +34,22 @@ from fastload.datasets.views import Reach
 from fastload.datasets.wrappers import fastload_datasets, view_of
 from fastload.distributed import find_launched, find_rank
 from fastload.errors import FastloadError
+from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.resume import LoaderPosition
 from fastload.metrics.counters import BadSamples, Counters, Meter
+from fastload.metrics.torch_private import shard_data_pipe, stage
 from fastload.order.exclusions import Exclusions
 from fastload.order.position import History
 from fastload.order.sampler import DistributedSampler, indexed_length, node_shares
+from fastload.order.samplers import is_stateful
 from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler
-from fastload.workers.memory_limit import MemoryUse
+from fastload.workers.memory_limit import MemoryLimit, MemoryUse
+from fastload.workers.processes import WorkerProcesses
+from fastload.workers.protocol import WorkerSetup
+from fastload.workers.workers import Arrival, ThisProcess, Workers, allocator
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
@@ -223,3 +239,138 @@ class LoaderContext:
     def workers_wanted(self, most: int) -> int:
         """Return how many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""
         return most if self.autoscaler is None else int(self.autoscaler.workers)
+
+
+# --- the parts of an iterator
+
+
+def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
+    """Return what takes the batches of one iterator to the device; None where they stay as they are."""
+    if loader.device is None and loader.batch_transform is None and context.decoding is None:
+        return None
+    return DevicePrefetcher(loader.device, loader.batch_transform, context.counters, context.decoding)
+
+
+def new_workers(
+    loader: Any,
+    context: LoaderContext,
+    device: DevicePrefetcher | None,
+    *,
+    base_seed: int,
+    pinned: bool,
+    part: tuple[int, int],
+) -> Workers:
+    """Return the workers of one iterator, started; or, with `num_workers=0`, this process.
+
+    Args:
+        base_seed: of the workers, as torch draws it.
+        pinned: whether batches that stay on the CPU come in pinned memory.
+        part: (number of ranks, this rank), for data pipes, which torch splits by rank and worker.
+    """
+    threads = kernel_threads(loader, context)
+    setup = _setup(loader, context, base_seed, part, threads)
+    counters, bad, memory = context.counters, context.bad, context.memory
+    memory.start(setup.memory_limit)
+    if loader.num_workers > 0:
+        if not loader.prefetch_factor:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        context.kind = "threads" if threads else "processes"
+        pin = device.pin if device is not None and device.copies else None
+        start = context.workers_wanted(loader.num_workers)
+        method = loader.multiprocessing_context
+        return WorkerProcesses(setup, method, counters, bad, memory, pin=pin, start=start)
+    if loader.timeout != 0:
+        raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+        apply_sharding(loader.dataset, *part)
+    allocate = allocator(pinned=pinned) if device is None else device.allocate
+    return ThisProcess(setup, counters, bad, allocate)
+
+
+def kernel_threads(loader: Any, context: LoaderContext) -> int:
+    """Return how many threads of the kernel share the rows of a batch, in one worker process.
+
+    0: each of `num_workers` processes makes its own batches. So it is where code of the user's runs for a
+    sample or a batch, and with shards and tables.
+    """
+    ours = loader.collate_fn is default_collate and loader._auto_collation and loader.worker_init_fn is None
+    asked_for = loader.processes or loader.threads or context.decoding is not None
+    if not ours or asked_for or isinstance(loader.dataset, IterableDataset):
+        return 0
+    by_kernel = not is_stateful(loader.dataset) and view_of(loader.dataset).made_by_kernel()
+    return int(loader.num_workers) if by_kernel else 0
+
+
+def _setup(
+    loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int], threads: int
+) -> WorkerSetup:
+    workers, init = 1 if threads else loader.num_workers, loader.worker_init_fn
+    if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+        init = functools.partial(shard_data_pipe, init, *part)
+    return WorkerSetup(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        auto_collation=loader._auto_collation,
+        drop_last=loader.drop_last,
+        worker_init_fn=init,
+        num_workers=workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        base_seed=base_seed,
+        on_error=loader.on_error,
+        seeded=loader.seed is not None,
+        logged=loader.sample_log is not None,
+        threads=loader.threads,
+        kernel_threads=threads,
+        batch_size=loader.batch_size or 1,
+        memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
+        positions=context.position.start.workers,
+    )
+
+
+class Delivery:
+    """Hands batches to the consumer: from the device, where they are copied ahead; pinned; or as they are.
+
+    Args:
+        device: None: batches stay in host memory.
+        pin: pins a batch; None: they are not pinned here.
+    """
+
+    def __init__(
+        self,
+        device: DevicePrefetcher | None,
+        context: LoaderContext,
+        workers: Workers,
+        pin: Callable[[Any], Any] | None,
+    ) -> None:
+        self._device = device
+        self._context = context
+        self._workers = workers
+        self._pin = pin
+
+    @property
+    def ahead(self) -> int:
+        """Return how many batches are copied ahead."""
+        copies = self._device is not None and self._workers.concurrent
+        return self._device.ahead if copies and self._device is not None else 0
+
+    def start(self, arrival: Arrival) -> None:
+        """Start a batch on its way to the device, before it is asked for."""
+        if self._device is not None and arrival.load is not None:
+            self._device.start(arrival.seq, arrival.load)
+
+    def load(self, arrival: Arrival) -> Any:
+        """Return the batch as the user gets it. Raises what the device or the pinning raised."""
+        assert arrival.load is not None
+        start = time.perf_counter()
+        with stage("unpack"):
+            batch = arrival.load() if self._device is None else self._device.get(arrival.seq, arrival.load)
+        if self._pin is not None:
+            batch = self._pin(batch)
+        if not self._workers.concurrent:  # nothing of it was done ahead
+            self._context.meter.waited(time.perf_counter() - start)
+        return batch
+
+    def discard(self, arrival: Arrival) -> None:
+        """Release the memory of a batch that nobody waits for any more."""
+        if self._device is None or not self._device.drop(arrival.seq):
+            self._workers.discard(arrival)

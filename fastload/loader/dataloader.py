@@ -22,10 +22,9 @@ from fastload.datasets.protocols import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address
 from fastload.gpu.cuda import resolve_device
-from fastload.loader.context import LoaderContext
+from fastload.loader.context import LoaderContext, kernel_threads
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.samples_at import Inspection
-from fastload.loader.stages import kernel_threads
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler, known_length

@@ -17,17 +17,9 @@ from typing import Any
 
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
-from fastload.loader.context import LoaderContext
+from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
-from fastload.loader.schedule import ReorderBuffer, Schedule
-from fastload.loader.stages import (
-    Delivery,
-    Scaling,
-    follow_exclusions,
-    new_device,
-    new_schedule,
-    new_workers,
-)
+from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_exclusions, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
 from fastload.order.position import Position
 from fastload.order.samplers import Samplers

@@ -30,7 +30,7 @@ from fastload.order.state import VERSION, Coming, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
 from fastload.workers.batch import load_dataset
-from fastload.workers.on_error import REPLACEMENTS
+from fastload.workers.reading import REPLACEMENTS
 
 
 class Place(NamedTuple):

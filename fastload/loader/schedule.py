@@ -11,9 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+from fastload.datasets.wrappers import view_of
+from fastload.loader.context import LoaderContext
 from fastload.loader.stream_epoch import StreamEpoch
+from fastload.order.position import Position
 from fastload.order.samplers import Samplers
-from fastload.workers.workers import Arrival
+from fastload.workers.workers import Arrival, Workers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
@@ -241,3 +244,94 @@ class ReorderBuffer:
         """Return whether there is a lane of which nothing has arrived."""
         here = {self._expected[seq] for seq in self._arrived}
         return bool(set(self._expected.values()) - here)
+
+
+def new_schedule(
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: Workers
+) -> Schedule:
+    """Return the schedule of one epoch.
+
+    Args:
+        position: of that epoch.
+        indices: of its batches, from the sampler.
+        workers: that make them.
+    """
+    inline = not loader.num_workers
+    if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
+        return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
+    ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
+    if view_of(loader.dataset).reads_ahead:
+        ahead = inline + index_batches_ahead(loader, 2 if inline else ahead, threads=workers.kernel_threads)
+    elif loader.threads:
+        ahead = inline + index_batches_ahead(loader, ahead, samples=2 * loader.threads)
+    # Of workers that were wanted at the end of an epoch, some may not have been started.
+    taking_part = min(context.workers_wanted(loader.num_workers), len(workers.processes))
+    return IndexSchedule(
+        indices,
+        workers=max(1, taking_part),
+        first=position.next_worker,
+        ahead=ahead,
+        in_order=loader.in_order,
+    )
+
+
+class Scaling:
+    """Has as many workers make batches as num_workers="auto" wants; without it, all of them."""
+
+    def __init__(self, context: LoaderContext, workers: Workers) -> None:
+        self._context = context
+        self._workers = workers
+
+    def adjust(self, schedule: Schedule, in_flight: int) -> bool:
+        """Start or park workers. Returns whether more work may be given out than before.
+
+        A worker that is parked finishes its work, and waits.
+        """
+        autoscaler, threads = self._context.autoscaler, self._workers.kernel_threads
+        # Where there is no more work, more threads still help with what was given out.
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
+            return False
+        wanted = autoscaler.look(self._context.counters, in_flight)
+        missing: list[int] = []
+        if threads:
+            self._workers.scale(wanted, autoscaler.ahead)
+        else:
+            schedule.park(wanted)
+            missing = schedule.missing(wanted)
+            self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+        schedule.turn.extend(missing)
+        self._context.meter.workers = wanted
+        before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
+        return bool(missing) or schedule.ahead > before
+
+
+def follow_exclusions(
+    position: Position, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+) -> None:
+    """Edit once more what was given out and was not handed out, where more or less is left out now.
+
+    Args:
+        first: sequence number of the first work of this epoch.
+        outdated: gets the work that may be made as it was before.
+    """
+    older = position.filter
+    if older is None or not older.changed:
+        return
+    before, newer = older.withheld, older.newer(position.batches)
+    if newer.withheld != before:
+        workers.exclude(newer.withheld)
+    for seq in reorder.expected():
+        given = position.given_out(seq - first)
+        if given is None:
+            continue
+        edited = newer(given.step, given.index)
+        same = edited is not None and edited.replaced == given.edited.replaced
+        if same and not newer.may_choose(given.edited, before):
+            continue
+        index = None if edited is None else edited.index
+        if reorder.has(seq) or not workers.revise(seq, index):
+            outdated.add(seq)
+        elif edited is None:
+            reorder.forget(seq)
+        position.edit(seq - first, edited)
+    position.filter = newer  # last: after Ctrl-C all of this is done again

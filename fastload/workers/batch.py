@@ -31,9 +31,8 @@ from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.collate import Collation, tell_mismatch
-from fastload.workers.on_error import ErrorPolicy
 from fastload.workers.protocol import EpochStart, Fingerprint, Fingerprints, WorkerSetup
-from fastload.workers.reading import ReadAhead, SampleReader
+from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
 
 

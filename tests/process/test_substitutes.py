@@ -44,7 +44,9 @@ def most_are_bad(index: int) -> int:
 def test_more_than_a_few_bad_samples_are_warned_of_once(num_workers: int) -> None:
     dataset = Numbers(40, most_are_bad)
     loader = DataLoader(dataset, 10, num_workers=num_workers, on_error="repeat")
-    with pytest.warns(RuntimeWarning, match=r"6 bad samples of this epoch so far.* ValueError: no label\. See"):
+    with pytest.warns(
+        RuntimeWarning, match=r"6 bad samples of this epoch so far.* ValueError: no label\. See"
+    ):
         for _ in range(2):
             list(loader)
     stats = loader.stats()
