@@ -71,11 +71,11 @@ class RemoteCaches:
 
     def start_epoch(self, loader: Any) -> None:
         """Pull what the caches lack, in the first rank of a node."""
-        found = _remotes(loader.dataset)
-        self._all = list(found)
-        if found and _leads(loader):
-            self._pushing = [remote for remote in found if remote.pushes]
-            for remote, datasets in found.items():
+        remotes = _remotes(loader.dataset)
+        self._all = list(remotes)
+        if remotes and _leads(loader):
+            self._pushing = [remote for remote in remotes if remote.pushes]
+            for remote, datasets in remotes.items():
                 remote.pull(self, partial(_keys, loader, datasets))
 
     def end_epoch(self, counters: Counters) -> None:
@@ -88,13 +88,13 @@ class RemoteCaches:
 
 def _remotes(dataset: Any) -> dict[Remote, list[Any]]:
     """Return what pulls and pushes for caches of a dataset -> the datasets with that directory and URL."""
-    found: dict[Remote, list[Any]] = {}
-    for one in fastload_datasets(dataset):
-        cache = getattr(one, "cache", None)
+    remotes: dict[Remote, list[Any]] = {}
+    for leaf in fastload_datasets(dataset):
+        cache = getattr(leaf, "cache", None)
         remote = remote_of(cache) if isinstance(cache, Cache) else None
         if remote is not None:
-            found.setdefault(remote, []).append(one)
-    return found
+            remotes.setdefault(remote, []).append(leaf)
+    return remotes
 
 
 def _leads(loader: Any) -> bool:
@@ -198,8 +198,8 @@ class LoaderContext:
 
     def find_budgets(self, dataset: Any) -> None:
         """Collect the budgets of the datasets that `dataset` holds."""
-        found = [view_of(one).budget() for one in fastload_datasets(dataset)]
-        self.budgets = list(dict.fromkeys(one for one in found if one is not None))
+        budgets = [view_of(budget).budget() for budget in fastload_datasets(dataset)]
+        self.budgets = list(dict.fromkeys(budget for budget in budgets if budget is not None))
 
     def count_requests(self) -> None:
         """Put into the counters what all processes asked of the stores."""
@@ -212,15 +212,15 @@ class LoaderContext:
 
     def limits(self) -> list[dict[str, int | None]]:
         """Return the limits of each dataset that has some, and what was used of them."""
-        limited = [one for one in self.budgets if any(one.limits)]
+        limited = [budget for budget in self.budgets if any(budget.limits)]
         return [
             {
-                "max_gets": one.limits.gets,
-                "gets": one.used().gets,
-                "max_egress": one.limits.egress,
-                "egress": one.used().egress,
+                "max_gets": budget.limits.gets,
+                "gets": budget.used().gets,
+                "max_egress": budget.limits.egress,
+                "egress": budget.used().egress,
             }
-            for one in limited
+            for budget in limited
         ]
 
     def rank(self) -> int:

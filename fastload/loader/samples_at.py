@@ -144,23 +144,23 @@ def _order_of_streams(read: str) -> str:
     )
 
 
-def samples_at(loader: Any, found: Step) -> list[SampleAt]:
+def samples_at(loader: Any, step: Step) -> list[SampleAt]:
     """Return the rows of a step. Its samples are read and made in this process, one after the other."""
-    if found.index is None:
+    if step.index is None:
         return []
-    indices = list(found.index) if loader.batch_sampler is not None else [found.index]
+    indices = list(step.index) if loader.batch_sampler is not None else [step.index]
     states = GeneratorStates()
     try:
-        with _as_in(loader, found):
-            rows = [_sample_at(loader, found, index) for index in indices]
+        with _as_in(loader, step):
+            rows = [_sample_at(loader, step, index) for index in indices]
     finally:
         states.restore()
-    return [one._replace(row=row, replaces=found.replaces.get(row)) for row, one in enumerate(rows)]
+    return [sample._replace(row=row, replaces=step.replaces.get(row)) for row, sample in enumerate(rows)]
 
 
-def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
+def _sample_at(loader: Any, step: Step, index: Any) -> SampleAt:
     """Return the sample as it is made in that epoch; its row is left open."""
-    rows, seed, epoch = view_of(loader.dataset), found.seed or 0, found.epoch
+    rows, seed, epoch = view_of(loader.dataset), step.seed or 0, step.epoch
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
     sample, key, error = None, None, ""
@@ -175,7 +175,7 @@ def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
         error = f"{type(caught).__name__}: {caught}"
     # Without a seed, what is drawn from the process-wide generators is not what the training had.
     known = [box for box, own in boxes if loader.seed is not None or (own and rows.writes())]
-    crop, flip = (known[0].box, known[0].flip) if known and found.seed is not None else (None, None)
+    crop, flip = (known[0].box, known[0].flip) if known and step.seed is not None else (None, None)
     return SampleAt(0, index, key, _label(sample), crop, flip, None, error)
 
 
@@ -190,25 +190,24 @@ def _label(sample: Any) -> int | None:
     return int(label) if isinstance(label, numbers.Integral) else None
 
 
-def batch_at(loader: Any, found: Step) -> Any:
+def batch_at(loader: Any, step: Step) -> Any:
     """Return the batch of a step, made in this process by a loader of one batch.
 
     Raises:
         ArgumentError: the step is skipped, or random numbers of its samples are not known.
     """
-    if found.index is None:
+    if step.index is None:
         raise ArgumentError("that step is skipped: it has no batch")
-    if found.seed is None:
+    if step.seed is None:
         raise ArgumentError(
-            f"epoch {found.epoch} has not begun, and its randomness is drawn then: give the DataLoader a "
-            "seed="
+            f"epoch {step.epoch} has not begun, and its randomness is drawn then: give the DataLoader a seed="
         )
-    again = loader._loader_of_one(found.index)
-    again._context.position.replay(found.epoch, found.seed)
-    again._context.exclusions = Exclusions(found.excluded)
+    again = loader._loader_of_one(step.index)
+    again._context.position.replay(step.epoch, step.seed)
+    again._context.exclusions = Exclusions(step.excluded)
     states = GeneratorStates()
     try:
-        with _as_in(loader, found):
+        with _as_in(loader, step):
             (batch,) = again
         drew = loader.seed is None and states.changed()
     finally:
@@ -222,12 +221,12 @@ def batch_at(loader: Any, found: Step) -> Any:
 
 
 @contextlib.contextmanager
-def _as_in(loader: Any, found: Step) -> Iterator[None]:
+def _as_in(loader: Any, step: Step) -> Iterator[None]:
     """Put the datasets into that epoch; what is read inside does not count as read ahead."""
     datasets = fastload_datasets(loader.dataset)
     running, _ = loader._context.position.running(loader)
     token = current_reader.set(object())
-    start_epoch(datasets, found.epoch)
+    start_epoch(datasets, step.epoch)
     try:
         yield
     finally:
@@ -423,7 +422,7 @@ class Inspection:
                 have no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         place = self._place_to_change("exclude")
-        named = [one.index if isinstance(one, SampleAt) else one for one in _as_list(samples)]
+        named = [sample.index if isinstance(sample, SampleAt) else sample for sample in _as_list(samples)]
         indices = _indices_of(self.dataset, named)
         self._context.exclusions.exclude(
             sources_of(self.dataset), indices, place.epoch, place.batches, sorted(place.ahead)
@@ -453,16 +452,16 @@ class Inspection:
         return place
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(samples: Any) -> list[Any]:
     """Return one number, text or row of `samples_at`, or several."""
-    if isinstance(given, str | bytes | SampleAt) or (
-        hasattr(given, "__index__") and not getattr(given, "ndim", 0)
+    if isinstance(samples, str | bytes | SampleAt) or (
+        hasattr(samples, "__index__") and not getattr(samples, "ndim", 0)
     ):
-        return [given]
+        return [samples]
     try:
-        return list(given)
+        return list(samples)
     except TypeError:
-        return [given]
+        return [samples]
 
 
 def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
@@ -483,16 +482,16 @@ def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
     if not keys:
         return indices
     rows = view_of(dataset)
-    found = rows.find(keys)
-    if found is None:
-        found = {}
+    by_key = rows.find(keys)
+    if by_key is None:
+        by_key = {}
         for index in range(length):
             key = rows.key(index)
             if key is not None and key in keys:
-                found.setdefault(key, []).append(index)
-    missing = sorted(keys - found.keys())
+                by_key.setdefault(key, []).append(index)
+    missing = sorted(keys - by_key.keys())
     if missing:
         has_keys = length > 0 and rows.key(0) is not None
         why = "check it against dataset.key(index)" if has_keys else "its samples have no keys: pass indices"
         raise ArgumentError(f"samples has the key {missing[0]!r}, which no sample of the dataset has: {why}")
-    return indices + [index for ats in found.values() for index in ats]
+    return indices + [index for positions in by_key.values() for index in positions]

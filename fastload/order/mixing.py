@@ -47,15 +47,15 @@ def in_units(weights: Mapping[str, Fraction]) -> list[int]:
     """
     whole = sum(weights.values())
     exact = [weight * ONE / whole for weight in weights.values()]
-    units = [math.floor(part) for part in exact]
+    units = [math.floor(weight) for weight in exact]
     for name, weight, unit in zip(weights, weights.values(), units, strict=True):
         if weight and not unit:
             raise ArgumentError(
                 f"the weight of source {name!r} is less than 1e-18 of all weights: give it 0, or more"
             )
-    by_rest = sorted(range(len(units)), key=lambda at: units[at] - exact[at])
-    for at in by_rest[: ONE - sum(units)]:
-        units[at] += 1
+    by_rest = sorted(range(len(units)), key=lambda source: units[source] - exact[source])
+    for source in by_rest[: ONE - sum(units)]:
+        units[source] += 1
     return units
 
 
@@ -135,8 +135,8 @@ class Mixing:
 
     def _most_late(self, first: tuple[int, int], step: int) -> int:
         """Return the source with the largest due, of `first` and the others whose deadline is past."""
-        late = [first, *(one for one in self._ready if one[0] <= step)]
-        chosen = max(late, key=lambda one: (self._due(one[1], step), -one[1]))
+        late = [first, *(waiting for waiting in self._ready if waiting[0] <= step)]
+        chosen = max(late, key=lambda waiting: (self._due(waiting[1], step), -waiting[1]))
         if chosen != first:
             self._ready.remove(chosen)
             self._ready.append(first)
@@ -160,7 +160,7 @@ def _settled(dues: Sequence[int], weights: Sequence[int]) -> list[int]:
     """
     settled = [due if weight else 0 for due, weight in zip(dues, weights, strict=True)]
     surplus = sum(settled)
-    for source in sorted(range(len(weights)), key=lambda at: -weights[at]):
+    for source in sorted(range(len(weights)), key=lambda index: -weights[index]):
         if weights[source]:
             due = settled[source]
             least, most = min(due, 1 - ONE), max(due, ONE - 1)

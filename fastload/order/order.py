@@ -201,7 +201,7 @@ def order_at(
                 f"rank={rank}: the order comes from {samplers.names}, which deals to one rank"
             )
     known = orders[:1] if replicas is not None else orders
-    order = next((one for one in reversed(known) if one.step <= step), None)
+    order = next((earlier for earlier in reversed(known) if earlier.step <= step), None)
     if order is None or (replicas is not None and order.step):
         raise ArgumentError(
             f"epoch {orders[0].epoch} is known from step {orders[0].step} on, where this run took it up"

@@ -298,7 +298,7 @@ class History:
         """Note that an epoch begins, or goes on after a resume."""
         self._settle()
         known = self._of(position.epoch) if position.batches else []
-        self._orders = [one for one in self._orders if one.epoch < position.epoch]
+        self._orders = [order for order in self._orders if order.epoch < position.epoch]
         self._orders += continued(known, position.order, samplers)
         self._running = (position, samplers)
 
@@ -354,8 +354,8 @@ class History:
     ) -> int | None:
         """Return the sampler's number of a coming epoch, if `set_epoch` goes on counting as so far."""
         number = samplers.epoch
-        firsts = {one.epoch: one.sampler.epoch for one in reversed(self._orders)}
-        counts = [firsts[one] for one in sorted(firsts)[-2:]]
+        firsts = {begun.epoch: begun.sampler.epoch for begun in reversed(self._orders)}
+        counts = [firsts[begun] for begun in sorted(firsts)[-2:]]
         repeats = len(counts) == 2 and counts[0] == counts[1]  # nobody calls `set_epoch`
         if number is None or last is None:
             return None if number is None else number + (epoch - coming)
@@ -365,7 +365,7 @@ class History:
         return before + (0 if repeats else epoch - last.epoch)
 
     def _of(self, epoch: int) -> list[EpochOrder]:
-        return [one for one in self._orders if one.epoch == epoch]
+        return [order for order in self._orders if order.epoch == epoch]
 
     def _settle(self) -> None:
         """Note what the running epoch's order was made from, once its first index is drawn."""
@@ -390,7 +390,7 @@ class History:
 
 def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -> list[EpochOrder]:
     """Return the orders of an epoch that these samplers read from `order.step` on."""
-    earlier = [replace(one, base_seed=order.base_seed) for one in orders if one.step < order.step]
+    earlier = [replace(known, base_seed=order.base_seed) for known in orders if known.step < order.step]
     if not earlier:
         return [order]
     before = earlier[-1]
@@ -398,8 +398,8 @@ def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -
     if mixed is not None and _proportions(before) != mixed.proportions:
         # Weights that were to be set later may not be set now.
         earlier = [
-            replace(one, changes=[change for change in one.changes if change[0] < mixed.drawn])
-            for one in earlier
+            replace(known, changes=[change for change in known.changes if change[0] < mixed.drawn])
+            for known in earlier
         ]
         order = replace(order, changes=samplers.changes_since(order.sampler))
     elif (before.batch_size, before.replicas) == (order.batch_size, order.replicas):

@@ -182,8 +182,8 @@ class State:
 
     def replicas_at(self, epoch: int, step: int) -> int | None:
         """Return how many ranks read a step; None where the order is not dealt to ranks."""
-        orders = [one for one in self.history if one.epoch == epoch and one.step <= step]
-        known = [self.num_replicas, *(one.replicas for one in orders[-1:])]
+        orders = [order for order in self.history if order.epoch == epoch and order.step <= step]
+        known = [self.num_replicas, *(order.replicas for order in orders[-1:])]
         return next((int(replicas) for replicas in reversed(known) if replicas is not None), None)
 
 

@@ -92,8 +92,8 @@ class Digest:
 
     def value(self) -> bytes:
         """Return the digest, 32 bytes."""
-        mine = [Digest.of_part(one) for one in self.earlier if one.rank == self.rank]
-        lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
+        mine = [Digest.of_part(part) for part in self.earlier if part.rank == self.rank]
+        lanes = zip(self.sums, *[part.sums for part in mine], strict=True)
         return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
     def add(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
@@ -109,7 +109,7 @@ class Digest:
         if fingerprint is None:
             return
         factor = sample_seed(_SALT, epoch, step) | 1
-        placed = [factor * one & _MASK for one in fingerprint.sums]
+        placed = [factor * lane & _MASK for lane in fingerprint.sums]
         self.sums = tuple([(a + b) & _MASK for a, b in zip(self.sums, placed, strict=True)])
         self.samples += fingerprint.samples
         self.batch = max(self.batch, fingerprint.samples)
@@ -119,8 +119,8 @@ class Digest:
 
     def _begin(self, epoch: int) -> None:
         if len(self.epochs) >= _EPOCHS:
-            for one, other in zip(self.epochs[::2], self.epochs[1::2], strict=False):
-                one.add(other)
+            for sums, later in zip(self.epochs[::2], self.epochs[1::2], strict=False):
+                sums.add(later)
             self.epochs = self.epochs[::2]
         self.epochs.append(EpochSums(epoch))
         self.every, self.trail, self.next_step = 1, [], 0
@@ -141,10 +141,10 @@ class Digest:
         """Return all of it but the earlier parts."""
         return DigestPart(
             **{name: getattr(self, name) for name in _COUNTED},
-            sums=[f"{one:016x}" for one in self.sums],
+            sums=[f"{lane:016x}" for lane in self.sums],
             epochs=[
-                (one.epoch, one.steps, one.samples, f"{one.ordered:016x}", f"{one.unordered:016x}")
-                for one in self.epochs
+                (sums.epoch, sums.steps, sums.samples, f"{sums.ordered:016x}", f"{sums.unordered:016x}")
+                for sums in self.epochs
             ],
             trail=base64.b64encode(np.array(self.trail, "<u4").tobytes()).decode(),
         )
@@ -166,7 +166,7 @@ class Digest:
             rank=rank,
             world_size=world_size,
             steps=self.steps,
-            epochs=[EpochSums(one.epoch, one.steps) for one in self.epochs],
+            epochs=[EpochSums(sums.epoch, sums.steps) for sums in self.epochs],
             every=self.every,
             trail=[0] * len(self.trail),
             next_step=self.next_step,
@@ -212,10 +212,10 @@ class Digest:
 
     def _check(self) -> None:
         """Raise ValueError for numbers that `add` never leads to, and `merged` relies on."""
-        epochs = [one.epoch for one in self.epochs]
+        epochs = [sums.epoch for sums in self.epochs]
         counts = [getattr(self, name) for name in _COUNTED]
-        counts += [number for one in self.epochs for number in (one.epoch, one.steps, one.samples)]
-        if any(not 0 <= one < _COUNTS for one in counts):
+        counts += [number for sums in self.epochs for number in (sums.epoch, sums.steps, sums.samples)]
+        if any(not 0 <= count < _COUNTS for count in counts):
             raise ValueError(f"counts {counts[:8]}")
         power = self.every > 0 and not self.every & (self.every - 1)
         if len(self.sums) != LANES or len(self.trail) >= _TRAIL or not power:
@@ -258,35 +258,35 @@ def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
             ranks that the run had before.
     """
     groups = [list(group) for group in groups]
-    parts = [one for group in groups for one in group]
+    parts = [digest for group in groups for digest in group]
     epochs: dict[int, EpochSums] = {}
-    for one in parts:
-        for sums in one.epochs:
+    for digest in parts:
+        for sums in digest.epochs:
             known = epochs.setdefault(sums.epoch, EpochSums(sums.epoch))
             steps = max(sums.steps, known.steps)
             known.add(sums)
             known.steps = steps
-    every = max(one.every for one in parts)
+    every = max(digest.every for digest in parts)
     return Digest(
-        steps=max(one.steps for one in parts),
-        samples=sum(one.samples for one in parts),
-        sums=tuple([sum(lane) & _MASK for lane in zip(*[one.sums for one in parts], strict=True)]),
+        steps=max(digest.steps for digest in parts),
+        samples=sum(digest.samples for digest in parts),
+        sums=tuple([sum(lane) & _MASK for lane in zip(*[digest.sums for digest in parts], strict=True)]),
         epochs=[epochs[epoch] for epoch in sorted(epochs)],
         every=every,
         trail=_added_trails(parts, max(epochs), every),
-        next_step=max(one.next_step for one in parts if one.epochs[-1].epoch == max(epochs)),
-        batch=max(sum(one.batch for one in group) for group in groups),
+        next_step=max(digest.next_step for digest in parts if digest.epochs[-1].epoch == max(epochs)),
+        batch=max(sum(digest.batch for digest in group) for group in groups),
     )
 
 
 def _added_trails(parts: list[Digest], epoch: int, every: int) -> list[int]:
     """Return the partial sums of an epoch. A part that ended within it has its whole sum from there on."""
     trails = []
-    for one in parts:
-        marks = one.trail[every // one.every - 1 :: every // one.every]
-        trails.append((marks, one.epochs[-1].ordered if one.epochs[-1].epoch == epoch else 0))
+    for digest in parts:
+        marks = digest.trail[every // digest.every - 1 :: every // digest.every]
+        trails.append((marks, digest.epochs[-1].ordered if digest.epochs[-1].epoch == epoch else 0))
     length = max(len(marks) for marks, _ in trails)
     return [
-        sum(marks[at] if at < len(marks) else end for marks, end in trails) & _TRAIL_MASK
-        for at in range(length)
+        sum(marks[number] if number < len(marks) else end for marks, end in trails) & _TRAIL_MASK
+        for number in range(length)
     ]

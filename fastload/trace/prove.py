@@ -104,12 +104,12 @@ def _compare_logs(a: Side, b: Side) -> Proof:
     last = min(max(a.steps), max(b.steps))
     places = sorted(place for place in a.steps.keys() | b.steps.keys() if place <= last)
     for epoch, step in places:
-        one, other = a.steps.get((epoch, step)), b.steps.get((epoch, step))
-        if one is None or other is None:
-            lacks, has = (a, b) if one is None else (b, a)
+        step_a, step_b = a.steps.get((epoch, step)), b.steps.get((epoch, step))
+        if step_a is None or step_b is None:
+            lacks, has = (a, b) if step_a is None else (b, a)
             why = f"{lacks.name} has no step {step} of epoch {epoch}, which {has.name} has"
             return Proof(False, why, epoch, step)
-        if one.sums != other.sums:
+        if step_a.sums != step_b.sums:
             return _name_row(a, b, (epoch, step))
     return _same(len(places), a, b, len(a.steps), len(b.steps))
 
@@ -133,7 +133,8 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
     else:
         what = f"sample {row.sample} is not in that step of {a.name}"
     why = f"{begins}: in row {row.row} of rank {row.rank} of {b.name}, {what}"
-    elsewhere = next((at for at, one in a.steps.items() if one.sums == b.steps[place].sums), None)
+    sums = b.steps[place].sums
+    elsewhere = next((other for other, step_a in a.steps.items() if step_a.sums == sums), None)
     if elsewhere is not None:
         why += f". {b.name}'s step is step {elsewhere[1]} of epoch {elsewhere[0]} of {a.name}"
     return Proof(False, why, epoch, step, row.rank, row.row)
@@ -150,12 +151,12 @@ def _without(rows: list[Row], others: list[Row]) -> list[Row]:
             left[row.fingerprint] -= 1
         else:
             rest.append(row)
-    found = []
+    missing = []
     for row in rest:
         left[row.fingerprint] -= 1
         if left[row.fingerprint] < 0:
-            found.append(row)
-    return found
+            missing.append(row)
+    return missing
 
 
 def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
@@ -174,26 +175,26 @@ def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
 def _compare_states(a: Side, b: Side, steps: int) -> Proof:
     if a.uneven or b.uneven:
         return _compare_finished(a, b)
-    one, other = a.digest(steps), b.digest(steps)
-    if one.batch != other.batch:
+    digest_a, digest_b = a.digest(steps), b.digest(steps)
+    if digest_a.batch != digest_b.batch:
         return _compare_epochs(a, b, a.digest(None), b.digest(None))
-    if (one.steps, one.sums) == (other.steps, other.sums):
-        return _same(one.steps, a, b, a.digest(None).steps, b.digest(None).steps)
-    ends_a, ends_b = _before(one), _before(other)
+    if (digest_a.steps, digest_a.sums) == (digest_b.steps, digest_b.sums):
+        return _same(digest_a.steps, a, b, a.digest(None).steps, b.digest(None).steps)
+    ends_a, ends_b = _before(digest_a), _before(digest_b)
     begun, passed = 0, 0
     for epoch in sorted(ends_a.keys() & ends_b.keys()):
         if ends_a[epoch] != ends_b[epoch]:
             return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
         begun, passed = epoch, ends_a[epoch].steps
-    return _compare_last(a, b, one, other, begun, passed)
+    return _compare_last(a, b, digest_a, digest_b, begun, passed)
 
 
 def _compare_finished(a: Side, b: Side) -> Proof:
     """Compare states of which some ranks are ahead: the epochs that all of them have finished."""
-    one, other = a.digest(None), b.digest(None)
-    if one.sums == other.sums:
-        return _same(one.steps, a, b, one.steps, other.steps)
-    ends_a, ends_b = _before(one), _before(other)
+    digest_a, digest_b = a.digest(None), b.digest(None)
+    if digest_a.sums == digest_b.sums:
+        return _same(digest_a.steps, a, b, digest_a.steps, digest_b.steps)
+    ends_a, ends_b = _before(digest_a), _before(digest_b)
     begun = 0
     for epoch in sorted(ends_a.keys() & ends_b.keys()):
         if any(side.uneven and epoch > side.finished for side in (a, b)):
@@ -207,11 +208,11 @@ def _compare_finished(a: Side, b: Side) -> Proof:
 
 def _before(digest: Digest) -> dict[int, EpochSums]:
     """Return epoch -> the sums over all epochs before it."""
-    whole, found = EpochSums(0), {}
-    for one in digest.epochs:
-        found[one.epoch] = replace(whole)
-        whole.add(one)
-    return found
+    whole, before = EpochSums(0), {}
+    for sums in digest.epochs:
+        before[sums.epoch] = replace(whole)
+        whole.add(sums)
+    return before
 
 
 def _differs_in_epochs(first: int, last: int, why: str) -> Proof:
@@ -220,23 +221,23 @@ def _differs_in_epochs(first: int, last: int, why: str) -> Proof:
     return Proof(False, f"the data differs in one of the epochs {first} to {last} ({why})")
 
 
-def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, passed: int) -> Proof:
+def _compare_last(a: Side, b: Side, digest_a: Digest, digest_b: Digest, epoch: int, passed: int) -> Proof:
     """Return the epoch that is the last one in common, by its partial sums."""
-    last_a, last_b = one.epochs[-1].epoch, other.epochs[-1].epoch
+    last_a, last_b = digest_a.epochs[-1].epoch, digest_b.epochs[-1].epoch
     if last_a == last_b == epoch:
-        marks_a, marks_b = one.partial_sums(), other.partial_sums()
+        marks_a, marks_b = digest_a.partial_sums(), digest_b.partial_sums()
         agreed = 0
         for step in sorted(marks_a.keys() & marks_b.keys()):
             if marks_a[step] != marks_b[step]:
                 return _differs_in_steps(epoch, agreed, step - 1)
             agreed = step
-        if one.next_step == other.next_step:
+        if digest_a.next_step == digest_b.next_step:
             raise ArgumentError(
                 "a and b cannot be compared: their sums differ, and none of their partial sums does, which "
                 "no run leads to. Give the sample logs"
             )
-        return _same(passed + agreed, a, b, one.steps, other.steps)
-    sums_a, sums_b = (next(e for e in digest.epochs if e.epoch == epoch) for digest in (one, other))
+        return _same(passed + agreed, a, b, digest_a.steps, digest_b.steps)
+    sums_a, sums_b = (next(e for e in digest.epochs if e.epoch == epoch) for digest in (digest_a, digest_b))
     if sums_a.steps == sums_b.steps and sums_a != sums_b:
         return _differs_in_epochs(epoch, epoch, "a state keeps one sum of a past epoch")
     passed += sums_a.steps if sums_a == sums_b else 0
@@ -245,7 +246,7 @@ def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, pass
             f"a and b cannot be compared: one of them ends within epoch {epoch}, of which the other has the "
             "sum of all steps only. Give the sample logs, or states of the same step"
         )
-    return _same(passed, a, b, one.steps, other.steps)
+    return _same(passed, a, b, digest_a.steps, digest_b.steps)
 
 
 def _differs_in_steps(epoch: int, first: int, last: int) -> Proof:
@@ -258,11 +259,14 @@ def _differs_in_steps(epoch: int, first: int, last: int) -> Proof:
 # --- runs whose global batches have other sizes
 
 
-def _compare_epochs(a: Side, b: Side, one: Digest, other: Digest) -> Proof:
-    sizes = f"the global batches have {one.batch:,} and {other.batch:,} samples, so whole epochs are compared"
-    last = min(digest.epochs[-1].epoch for digest in (one, other))
-    begun = sorted({each.epoch for each in one.epochs} & {each.epoch for each in other.epochs})
-    sums_a, sums_b = (_from_each(begun, last, digest) for digest in (one, other))
+def _compare_epochs(a: Side, b: Side, digest_a: Digest, digest_b: Digest) -> Proof:
+    sizes = (
+        f"the global batches have {digest_a.batch:,} and {digest_b.batch:,} samples, so whole epochs are "
+        "compared"
+    )
+    last = min(digest.epochs[-1].epoch for digest in (digest_a, digest_b))
+    begun = sorted({each.epoch for each in digest_a.epochs} & {each.epoch for each in digest_b.epochs})
+    sums_a, sums_b = (_from_each(begun, last, digest) for digest in (digest_a, digest_b))
     ends, end = [*begun[1:], last + 1], 0
     for epoch, next_one in zip(begun, ends, strict=True):
         x, y = sums_a[epoch], sums_b[epoch]
@@ -283,13 +287,13 @@ def _from_each(begun: list[int], last: int, digest: Digest) -> dict[int, EpochSu
 
     A long run has one sum of several epochs, where a shorter run still has each.
     """
-    found: dict[int, EpochSums] = {}
-    for one in digest.epochs:
-        if one.epoch in begun:
-            found[one.epoch] = replace(one)
-        elif found and one.epoch <= last:
-            found[max(found)].add(one)
-    return found
+    from_each: dict[int, EpochSums] = {}
+    for sums in digest.epochs:
+        if sums.epoch in begun:
+            from_each[sums.epoch] = replace(sums)
+        elif from_each and sums.epoch <= last:
+            from_each[max(from_each)].add(sums)
+    return from_each
 
 
 # --- what a run says of its data: states and sample logs
@@ -357,29 +361,29 @@ class Side:
     @functools.cached_property
     def steps(self) -> dict[Place, Step]:
         """Place -> the step there, of a side with logs, as far as all ranks go."""
-        found: dict[Place, Step] = {}
+        steps: dict[Place, Step] = {}
         end = min(_last(table) for log, table in self._tables if log.rank < self._world_size)
         for log, table in self._tables:
-            for _, epoch, step, at, _ in table.tolist():
+            for _, epoch, step, offset, _ in table.tolist():
                 if (epoch, step) <= end:
-                    found.setdefault((epoch, step), Step()).add(log.fingerprints(at))
-        return found
+                    steps.setdefault((epoch, step), Step()).add(log.fingerprints(offset))
+        return steps
 
     def rows(self, place: Place) -> list[Row]:
         """Return the rows of a step, rank by rank."""
-        found: list[Row] = []
+        rows: list[Row] = []
         for log, table in self._tables:
-            for at in table[(table[:, 1] == place[0]) & (table[:, 2] == place[1]), 3].tolist():
-                found += log.rows(at)
-        return sorted(found)
+            for offset in table[(table[:, 1] == place[0]) & (table[:, 2] == place[1]), 3].tolist():
+                rows += log.rows(offset)
+        return sorted(rows)
 
     def digest(self, steps: int | None) -> Digest:
         """Return that of a state; or of the first `steps` steps of a log, as a state would have it."""
         if self._digest is not None:
             return self._digest
         digest = Digest()
-        for (epoch, step), one in sorted(self.steps.items())[:steps]:
-            digest.add(epoch, step, Fingerprint(one.samples, one.sums, None))
+        for (epoch, step), summed in sorted(self.steps.items())[:steps]:
+            digest.add(epoch, step, Fingerprint(summed.samples, summed.sums, None))
         return digest
 
     def check_begin(self, other: Side) -> None:
@@ -410,11 +414,11 @@ def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int,
     groups: dict[tuple[int, int], dict[int, Digest]] = {}
     for digest in digests:
         parts = [*map(Digest.of_part, digest.earlier), replace(digest, earlier=[])]
-        for level, one in enumerate(parts):
-            known = groups.setdefault((level, one.world_size), {}).setdefault(one.rank, one)
-            if known != one:
+        for level, part in enumerate(parts):
+            known = groups.setdefault((level, part.world_size), {}).setdefault(part.rank, part)
+            if known != part:
                 raise ArgumentError(
-                    f"{name} has two states of rank {one.rank}: give one state of each rank, of one run"
+                    f"{name} has two states of rank {part.rank}: give one state of each rank, of one run"
                 )
     return groups
 
@@ -423,15 +427,15 @@ def _last(table: NDArray[np.int64]) -> Place:
     return max(((epoch, step) for _, epoch, step, _, _ in table.tolist()), default=(-1, -1))
 
 
-def read_side(given: Any, name: str) -> Side:
+def read_side(sides: Any, name: str) -> Side:
     """Return a side of the comparison: see `prove`.
 
     Raises:
         ArgumentError: it is none, or two of its parts are of the same rank.
     """
     parts: list[Digest | SampleLog] = []
-    for one in given if isinstance(given, list | tuple) else [given]:
-        parts += _read(one, name)
+    for item in sides if isinstance(sides, list | tuple) else [sides]:
+        parts += _read(item, name)
     digests = [part for part in parts if isinstance(part, Digest)]
     logs = [part for part in parts if isinstance(part, SampleLog)]
     if digests and logs:
@@ -439,7 +443,7 @@ def read_side(given: Any, name: str) -> Side:
     ranks = [log.rank for log in logs]
     if len(set(ranks)) < len(ranks):
         raise ArgumentError(f"{name} has several logs of one rank: give one log of each rank, of one run")
-    side = Side(name, digests, logs) if logs or any(one.steps for one in digests) else None
+    side = Side(name, digests, logs) if logs or any(item.steps for item in digests) else None
     if side is None or not side.digest(None).steps:
         raise ArgumentError(f"{name} has no step yet, so there is nothing to compare")
     if not side.digest(None).samples:
@@ -475,15 +479,15 @@ def _read(given: Any, name: str) -> Sequence[Digest | SampleLog]:
     return _digests_in(content_of(path), text)
 
 
-def _digests_in(given: Any, text: str) -> list[Digest]:
+def _digests_in(checkpoint: Any, text: str) -> list[Digest]:
     """Return the digest of the one state in a checkpoint, or those of all ranks where it has their states."""
-    found = find_states(given)
-    if not found:
+    states = find_states(checkpoint)
+    if not states:
         raise ArgumentError(f"{text} has no state of a fastload.DataLoader")
-    digests = [_digest_of(state, f"{text} at {place!r}" if place else text) for place, state in found]
-    ranks = sorted(one.rank for one in digests)
-    if len(found) > 1 and (ranks != list(range(len(found))) or len(found) != digests[0].world_size):
-        places = ", ".join(repr(place) for place, _ in found)
+    digests = [_digest_of(state, f"{text} at {place!r}" if place else text) for place, state in states]
+    ranks = sorted(digest.rank for digest in digests)
+    if len(states) > 1 and (ranks != list(range(len(states))) or len(states) != digests[0].world_size):
+        places = ", ".join(repr(place) for place, _ in states)
         raise ArgumentError(f"{text} has the states of several loaders, at {places}: give one of them")
     return digests
 

@@ -176,7 +176,7 @@ class SampleLog:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.rank = rank_of(self._data)
         self.runs: list[_Run] = []
-        for at, frame in frames(self._data):
+        for offset, frame in frames(self._data):
             if isinstance(frame, RunBegins):
                 if frame.world_size <= self.rank:
                     raise DecodeError(
@@ -184,7 +184,7 @@ class SampleLog:
                     )
                 self.runs.append(_Run(frame, array("q")))
             elif self.runs:
-                self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, at))
+                self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, offset))
 
     def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
         """Return the steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
@@ -192,7 +192,7 @@ class SampleLog:
         Args:
             others: runs of other ranks. This rank has no part in those that have too few ranks for it.
         """
-        void = sorted((one.time, one.run_step) for one in others if one.world_size <= self.rank)
+        void = sorted((begins.time, begins.run_step) for begins in others if begins.world_size <= self.rank)
         times = [time for time, _ in void]
         firsts = [
             _NEVER,
@@ -207,11 +207,11 @@ class SampleLog:
             end = min(end, run.begins.run_step)
         return np.concatenate([np.empty((0, 5), np.int64), *reversed(tables)])
 
-    def fingerprints(self, at: int) -> NDArray[np.uint64]:
-        return step_at(self._data, at).fingerprints
+    def fingerprints(self, offset: int) -> NDArray[np.uint64]:
+        return step_at(self._data, offset).fingerprints
 
-    def rows(self, at: int) -> Iterator[Row]:
-        step = step_at(self._data, at)
+    def rows(self, offset: int) -> Iterator[Row]:
+        step = step_at(self._data, offset)
         pairs = zip(step.indices.tolist(), step.fingerprints.tolist(), strict=True)
         for row, (index, fingerprint) in enumerate(pairs):
             yield Row(self.rank, row, index, fingerprint)
