@@ -159,12 +159,12 @@ def _with_slurms_nodes(said: Launched) -> Launched:
 def _of_node(counts: str, node: int) -> int | None:
     """Return the ranks of a node in SLURM's "4(x2),3"; None for another text, or an unlisted node."""
     for part in counts.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return None
-        times = int(found[2] or 1)
+        times = int(match[2] or 1)
         if node < times:
-            return int(found[1])
+            return int(match[1])
         node -= times
     return None
 

@@ -261,7 +261,7 @@ def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
     def share(part: float, whole: float) -> float:
         return part / whole if whole > 0 else 0.0
 
-    found = {
+    gauges = {
         f"{name}_per_second": value / seconds
         for name, value in counters.items()
         if name.endswith((".samples", ".bytes"))
@@ -271,17 +271,17 @@ def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
         return counters.get(name, 0.0)
 
     batches = get("wait.batches")
-    found["loader.batches_per_second"] = batches / seconds
+    gauges["loader.batches_per_second"] = batches / seconds
     per_batch = share(get("collate.samples"), get("collate.batches"))
-    found["loader.samples_per_second"] = batches * per_batch / seconds
+    gauges["loader.samples_per_second"] = batches * per_batch / seconds
     stages = (*_WORKER_STAGES, "idle")
     busy = sum(get(f"{stage}.seconds") for stage in stages)
-    found |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}
-    found |= {f"{stage}.share": get(f"{stage}.seconds") / seconds for stage in ("wait", "consumer")}
-    found["cache.hit_share"] = share(get("cache.hits"), get("cache.hits") + get("cache.misses"))
+    gauges |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}
+    gauges |= {f"{stage}.share": get(f"{stage}.seconds") / seconds for stage in ("wait", "consumer")}
+    gauges["cache.hit_share"] = share(get("cache.hits"), get("cache.hits") + get("cache.misses"))
     if get("device.seconds"):
-        found["device.idle_share"] = share(get("device.idle.seconds"), get("device.seconds"))
-    return found
+        gauges["device.idle_share"] = share(get("device.idle.seconds"), get("device.seconds"))
+    return gauges
 
 
 FEW_BAD = 5  # of an epoch; more of them are seldom damage
@@ -306,10 +306,10 @@ class BadSamples:
     def start_epoch(self) -> None:
         self._of_epoch = 0
 
-    def extend(self, found: Iterable[tuple[str, str]]) -> None:
+    def extend(self, samples: Iterable[tuple[str, str]]) -> None:
         """Keep (key, error) of more of them."""
-        for one in found:
-            self.last.append(one)
+        for sample in samples:
+            self.last.append(sample)
             self._of_epoch += 1
         if self._of_epoch > FEW_BAD and not self._warned:
             self._warned = True

@@ -202,7 +202,7 @@ class Export:
         self._end, self._entered = None, False
 
 
-def _find(given: Any) -> ExportedLoaders:
+def _find(exporter: Any) -> ExportedLoaders:
     """Return the loaders that an exporter shows: "prometheus", "opentelemetry" or a client's object.
 
     A client is imported if it is named, or if the object shows that it was imported.
@@ -211,27 +211,27 @@ def _find(given: Any) -> ExportedLoaders:
         ArgumentError: it is something else, or its client is not installed.
     """
     try:
-        if _is(given, "prometheus", "prometheus_client", "CollectorRegistry"):
-            return _of_registry(None if isinstance(given, str) else given)
-        if _is(given, "opentelemetry", "opentelemetry.metrics", "Meter", "MeterProvider"):
-            return _of_meter(None if isinstance(given, str) else given)
+        if _is(exporter, "prometheus", "prometheus_client", "CollectorRegistry"):
+            return _of_registry(None if isinstance(exporter, str) else exporter)
+        if _is(exporter, "opentelemetry", "opentelemetry.metrics", "Meter", "MeterProvider"):
+            return _of_meter(None if isinstance(exporter, str) else exporter)
     except ImportError as error:
         raise ArgumentError(
-            f"exporter={given!r} needs a package that is not installed: pip install "
+            f"exporter={exporter!r} needs a package that is not installed: pip install "
             f"'torch-fastload[metrics]' ({error})"
         ) from None
-    found = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+    shown = repr(exporter) if isinstance(exporter, str) else f"a {type(exporter).__name__}"
     raise ArgumentError(
         "exporter must be 'prometheus', 'opentelemetry', a CollectorRegistry of prometheus_client, or a "
-        f"Meter or MeterProvider of OpenTelemetry, found {found}"
+        f"Meter or MeterProvider of OpenTelemetry, found {shown}"
     )
 
 
-def _is(given: Any, name: str, module: str, *classes: str) -> bool:
-    if isinstance(given, str):
-        return given == name
+def _is(exporter: Any, name: str, module: str, *classes: str) -> bool:
+    if isinstance(exporter, str):
+        return exporter == name
     client = sys.modules.get(module)
-    return client is not None and any(isinstance(given, getattr(client, one)) for one in classes)
+    return client is not None and any(isinstance(exporter, getattr(client, known)) for known in classes)
 
 
 class ExportedLoader:
@@ -264,8 +264,8 @@ class ExportedLoader:
             yield self._labels, self._counters[metric.source]
         elif metric is BOTTLENECK:
             stage = find_bottleneck(self._meter.counters())
-            for one in BOTTLENECKS:
-                yield self._labels | {"stage": one}, float(one == stage)
+            for name in BOTTLENECKS:
+                yield self._labels | {"stage": name}, float(name == stage)
         elif metric is INFO:
             yield self._labels | {"version": fastload.__version__, "dataset": self._dataset}, 1.0
         else:
@@ -286,7 +286,7 @@ class ExportedLoaders:
         Raises:
             ArgumentError: it is shown already, or another one under this name.
         """
-        if any(one.shows(loader) for one in self._here()):
+        if any(other.shows(loader) for other in self._here()):
             raise ArgumentError("loader is watched already: end that watch first")
         if self._has(name):
             gc.collect()  # it may belong to a loader of before that nobody uses
@@ -308,7 +308,7 @@ class ExportedLoaders:
             yield from loader.read(metric)
 
     def _has(self, name: str) -> bool:
-        return any(one.name == name for one in self._here())
+        return any(loader.name == name for loader in self._here())
 
     def _here(self) -> list[ExportedLoader]:
         """Return those of this process: a forked worker inherits others, and would count their work again."""

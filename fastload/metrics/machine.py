@@ -32,16 +32,16 @@ _MFD_CLOEXEC = 1
 
 def why_not_linux() -> str:
     """Return one sentence if this is not Linux; else ""."""
-    found = f"this is {sys.platform}"
+    system = f"this is {sys.platform}"
     if str(sys.platform) == "linux":
         return ""
     if str(sys.platform) == "darwin":
         return (
-            f"fastload's loader, datasets and cache run on Linux, and {found}: here datasets read local "
+            f"fastload's loader, datasets and cache run on Linux, and {system}: here datasets read local "
             "files with num_workers=0 and without a cache; for the rest use a Linux container"
         )
     return (
-        f"fastload's loader, datasets and cache run on Linux, and {found}: here only its transforms and "
+        f"fastload's loader, datasets and cache run on Linux, and {system}: here only its transforms and "
         f"samplers can be imported ({', '.join(ANYWHERE)}); for the rest use a Linux container, or WSL 2"
     )
 

@@ -301,8 +301,8 @@ class MixtureSampler(DistributedSampler):
 
     def _resumed(self, state: Mapping[str, Any], weights: list[int]) -> Mixing:
         new = {"samples": 0, "due": 0}
-        found = [state["sources"].get(name, new) for name in self._lengths]
-        counts, dues = ([int(source[what]) for source in found] for what in ("samples", "due"))
+        sources = [state["sources"].get(name, new) for name in self._lengths]
+        counts, dues = ([int(source[what]) for source in sources] for what in ("samples", "due"))
         return Mixing(weights, counts, dues, int(state["drawn"]))
 
     def _check(self, state: Mapping[str, Any]) -> None:

@@ -377,7 +377,7 @@ class History:
         drawn = position.order
         last = replace(last, origin=drawn.origin, generators=drawn.generators or None)
         self._orders[-1] = replace(last, check=position.drawn if samplers.checked else None)
-        kept = sorted({one.epoch for one in self._orders})[-_STATES_KEPT:][0]
+        kept = sorted({order.epoch for order in self._orders})[-_STATES_KEPT:][0]
         for number, order in enumerate(self._orders):
             if order.epoch == position.epoch:
                 if _proportions(order) is not None and _proportions(order) == _proportions(last):

@@ -336,10 +336,10 @@ def content_of(path: Path) -> Any:
     except OSError as error:
         raise ArgumentError(f"the state {str(path)!r} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
-        found = _CLASS.search(str(error))
-        if found is not None:
+        refused = _CLASS.search(str(error))
+        if refused is not None:
             raise ArgumentError(
-                f"{str(path)!r} has an object of {found[1]}, and to read it could run code: save the "
+                f"{str(path)!r} has an object of {refused[1]}, and to read it could run code: save the "
                 "loader's state in a file of its own, by torch.save(loader.state_dict(), ...) or as JSON"
             ) from None
         raise _unreadable(path) from None

@@ -125,10 +125,10 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
         why = f"{begins}: {b.name} lacks sample {row.sample}, in row {row.row} of rank {row.rank} of {a.name}"
         return Proof(False, why, epoch, step, row.rank, row.row)
     row = new[0]
-    if any(one.sample == row.sample for one in gone):
+    if any(other.sample == row.sample for other in gone):
         what = f"sample {row.sample} has another key, version, label, crop or random numbers than in {a.name}"
     elif gone:
-        at_home = (one for one in gone if (one.rank, one.row) == (row.rank, row.row))
+        at_home = (other for other in gone if (other.rank, other.row) == (row.rank, row.row))
         what = f"sample {row.sample} stands where {a.name} has sample {next(at_home, gone[0]).sample}"
     else:
         what = f"sample {row.sample} is not in that step of {a.name}"
@@ -343,8 +343,8 @@ class Side:
         self.begin = 0
         if logs:
             runs = [run.begins for log in logs for run in log.runs]
-            self.begin = min((one.run_step for one in runs), default=0)
-            self._world_size = max(runs, key=lambda one: one.time).world_size if runs else 1
+            self.begin = min((begins.run_step for begins in runs), default=0)
+            self._world_size = max(runs, key=lambda begins: begins.time).world_size if runs else 1
             self._tables = [(log, log.kept(runs)) for log in logs]
             sizes = [int(table[:, 4].max()) for _, table in self._tables if len(table)]
             self.parts = {
@@ -354,8 +354,8 @@ class Side:
             groups = _groups(name, digests)
             self.parts = {place: sorted(ranks) for place, ranks in groups.items()}
             last = groups[max(groups)].values()
-            self.uneven = len({one.steps for one in last}) > 1
-            self.finished = min(one.epochs[-1].epoch if one.epochs else 0 for one in last)
+            self.uneven = len({digest.steps for digest in last}) > 1
+            self.finished = min(digest.epochs[-1].epoch if digest.epochs else 0 for digest in last)
             self._digest = merged(list(ranks.values()) for ranks in groups.values())
 
     @functools.cached_property
@@ -451,24 +451,24 @@ def read_side(sides: Any, name: str) -> Side:
     return side
 
 
-def _read(given: Any, name: str) -> Sequence[Digest | SampleLog]:
-    if isinstance(given, Mapping):
-        return _digests_in(given, f"{name}: the dict")
-    if not isinstance(given, str | os.PathLike):
+def _read(side: Any, name: str) -> Sequence[Digest | SampleLog]:
+    if isinstance(side, Mapping):
+        return _digests_in(side, f"{name}: the dict")
+    if not isinstance(side, str | os.PathLike):
         raise ArgumentError(
-            f"{name} must be a state dict, a path or a list of these, found {type(given).__name__}"
+            f"{name} must be a state dict, a path or a list of these, found {type(side).__name__}"
         )
-    path = Path(given)
+    path = Path(side)
     text = f"{name}: {str(path)!r}"
     try:
         if path.is_dir():
-            logs, found = sorted(path.glob(LOGS)), []
+            logs, opened = sorted(path.glob(LOGS)), []
             if not logs:
                 raise ArgumentError(f"{text} has no sample log ({LOGS})")
             for log in logs:
                 text = f"{name}: {str(log)!r}"
-                found.append(SampleLog(log))
-            return found
+                opened.append(SampleLog(log))
+            return opened
         with path.open("rb") as file:
             if file.read(len(MAGIC)) == MAGIC or path.match(LOGS):
                 return [SampleLog(path)]

@@ -195,7 +195,7 @@ def check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -
         changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
     elif before["versions"] != now["versions"]:
         changes.append(f"objects of {now['url']!r} were written again since{since}")
-    transforms = [_transform_of(one) for one in (before, now)]
+    transforms = [_transform_of(recipe) for recipe in (before, now)]
     if transforms[0] != transforms[1]:
         texts = _differing(*transforms)
         changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")

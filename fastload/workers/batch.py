@@ -112,9 +112,9 @@ class BatchCounters(Counters):
         sources = fastload_datasets(dataset)
         # A dataset has the counters of its cache only where it prefetches.
         sources += [getattr(source, "cache", None) for source in sources]
-        found = [getattr(source, "counters", None) for source in sources]
-        super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
-        self._alone = not threaded and any(one.asks is not None for one in inner_datasets(dataset))
+        held = [getattr(source, "counters", None) for source in sources]
+        super().__init__(dict.fromkeys(counters for counters in held if isinstance(counters, Counters)))
+        self._alone = not threaded and any(inner.asks is not None for inner in inner_datasets(dataset))
 
     def made_batch(self, samples: int) -> None:
         """Count a batch of this number of samples."""

@@ -34,9 +34,9 @@ def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str
                 "transform=fastload.RandomResizedCrop(224), or pass collate_fn"
             )
     for row, sample in enumerate(samples):
-        found = _difference(samples[0], sample, "")
-        if found is not None:
-            where, first, other = found
+        difference = _difference(samples[0], sample, "")
+        if difference is not None:
+            where, first, other = difference
             return f"{name(0)} {first}{_at(where)}, but {name(row)} {other}: {_REMEDY}"
     return ""
 
@@ -56,8 +56,8 @@ def _find_image(value: Any, where: str) -> str | None:
     """Return the place of a PIL.Image in a sample: "", "[0]", "['image']"; None where there is none."""
     if any(kind.__module__ == "PIL.Image" for kind in type(value).__mro__):  # it may not be installed
         return where
-    found = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
-    return next((place for place in found if place is not None), None)
+    images = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
+    return next((place for place in images if place is not None), None)
 
 
 def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
@@ -71,9 +71,9 @@ def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
         if first != other:
             return where, first, other
     inside, before = dict(_items(b)), dict(_items(a))
-    found = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in before.items())
+    differences = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in before.items())
     more = ((where, f"lacks {key!r}", "has it") for key in inside if key not in before)
-    return next((difference for difference in found if difference is not None), next(more, None))
+    return next((difference for difference in differences if difference is not None), next(more, None))
 
 
 def _form(value: Any) -> str:

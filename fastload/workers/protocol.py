@@ -337,6 +337,6 @@ class Fingerprints:
 
     def of(self, indices: list[Any], seed: int, epoch: int) -> Fingerprint:
         """Return that of the samples in the rows of a batch, substitutes of bad ones included."""
-        found = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
-        rows = (numbers_of(indices), found) if self._logged else None
-        return Fingerprint(len(indices), sums_of(found), rows)
+        of_rows = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
+        rows = (numbers_of(indices), of_rows) if self._logged else None
+        return Fingerprint(len(indices), sums_of(of_rows), rows)

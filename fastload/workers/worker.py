@@ -106,12 +106,12 @@ def _close_listening_sockets() -> None:
 
 def _listens(fd: int) -> bool:
     """Return whether it is the socket of a TCP server. Those with a path are no ports."""
-    one = socket.socket(fileno=fd)
+    server = socket.socket(fileno=fd)
     try:
-        inet = one.family in (socket.AF_INET, socket.AF_INET6)
-        return inet and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        inet = server.family in (socket.AF_INET, socket.AF_INET6)
+        return inet and bool(server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     finally:
-        one.detach()
+        server.detach()
 
 
 def _keep_freed_memory() -> None:

@@ -189,18 +189,18 @@ class ThisProcess(Workers):
         self._announced += 1
 
     def revise(self, seq: int, index: Any) -> bool:
-        at = next((at for at, work in enumerate(self._work) if work.seq == seq), None)
-        if at is None:
+        position = next((position for position, work in enumerate(self._work) if work.seq == seq), None)
+        if position is None:
             return False
-        announced, work = at < self._announced, self._work[at]
+        announced, work = position < self._announced, self._work[position]
         if announced:
             self._source.cancel(work.index)
             self._refused.pop(seq, None)
         if index is None:
-            del self._work[at]
+            del self._work[position]
             self._announced -= announced
         else:
-            self._work[at] = work = work._replace(index=index)
+            self._work[position] = work = work._replace(index=index)
             if announced:
                 self._prefetch(work)
         return True
