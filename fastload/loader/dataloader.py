@@ -194,7 +194,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     def __repr__(self) -> str:
         length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)
         name = type(self.dataset).__name__ + ("" if length is None else f" of {length:,} samples")
-        shown = {"batch_size": self.batch_size, "num_workers": self.num_workers, "seed": self.seed}
+        shown: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        if self.seed is not None:
+            shown["seed"] = self.seed
         if self.device is not None:
             shown["device"] = str(self.device)
         arguments = "".join(f", {argument}={value!r}" for argument, value in shown.items())
