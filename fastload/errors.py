@@ -113,7 +113,7 @@ class ArgumentError(FastloadError, ValueError):
         try:
             fastload.DataLoader([1, 2, 3], on_error="ignore")
         except fastload.errors.ArgumentError as error:
-            print(error)  # [argument] on_error must be one of ('raise', 'skip', 'replace'), found 'ignore'
+            print(error)  # [argument] on_error must be one of ('raise', 'repeat', 'replace'), found 'ignore'
     """
 
     stage = "argument"

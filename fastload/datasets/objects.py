@@ -212,7 +212,7 @@ class ObjectDataset(StoreDataset):
     def _why_not_encoded(self, decoder: str) -> str | None:
         override = override_of(self)
         if override is not None:
-            return f"samples are made by {override}, in the workers: use decode='cpu'"
+            return f"samples are made by {override}, in the workers: use decoder='cpu'"
         transforms = all_transforms(self.transform)
         if self.decode is not None or not all(isinstance(transform, Crop) for transform in transforms):
             return (

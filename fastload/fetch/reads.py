@@ -174,7 +174,7 @@ class Read:
 
     @property
     def is_over(self) -> bool:
-        """It has ended, or was cancelled before it was begun."""
+        """Return whether it has ended, or was cancelled before it was begun."""
         return self.done or (self.wanted <= 0 and not self.started)
 
 

@@ -196,8 +196,8 @@ def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tenso
     """Decode a batch with the CPU kernel, after the device's decoder gave it up.
 
     Args:
-        on_error: as the loader's, but "replace" repeats another row of the batch, like "skip": a replacement
-            would have to be read from the store, which only workers do.
+        on_error: as the loader's, but "replace" repeats another row of the batch, like "repeat": another
+            sample would have to be read from the store, which only workers do.
 
     Returns:
         (uint8 of `encoded.shape`, (key, error) of bad images).

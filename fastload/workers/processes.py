@@ -24,7 +24,7 @@ import torch.multiprocessing
 from fastload.errors import WorkerError
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
-from fastload.workers.protocol import Channel, EpochStart, LeaveOut, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
 from fastload.workers.slot_memory import Pin
 from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
@@ -161,11 +161,11 @@ class WorkerProcesses(Workers):
             worker.consumed = 0
             self._send(worker, start)
 
-    def leave_out(self, samples: frozenset[int]) -> None:
+    def exclude(self, samples: frozenset[int]) -> None:
         assert self._epoch is not None
-        self._epoch = self._epoch._replace(left_out=samples)  # for workers that are started later
+        self._epoch = self._epoch._replace(excluded=samples)  # for workers that are started later
         for worker in self._workers:
-            self._send(worker, LeaveOut(samples))
+            self._send(worker, Exclude(samples))
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
         self._tell(self._workers[worker_id], seq, index, encoded, again)
@@ -195,7 +195,7 @@ class WorkerProcesses(Workers):
         ahead, threads = self._ahead, self.kernel_threads
         self._send(worker, Work(worker.consumed, *returned, seq, index, encoded, ahead, threads, again))
 
-    def _send(self, worker: _Handle, message: EpochStart | LeaveOut | Work) -> None:
+    def _send(self, worker: _Handle, message: EpochStart | Exclude | Work) -> None:
         # A death is reported when the worker's batch is due, after the batches that it sent before.
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
@@ -265,7 +265,7 @@ class WorkerProcesses(Workers):
             result.exhausted,
             result.before,
             result.after,
-            result.witness,
+            result.fingerprint,
         )
 
     def _death_error(self, worker: _Handle) -> WorkerError:

@@ -1,7 +1,7 @@
 """All that reads bytes of others: an example that is read, and the public door through which it goes.
 
 `read` gets a folder with the files. A dataset is read twice by a loader: with on_error="raise", which shows
-the error of a bad sample, and with "skip", which goes on to the good samples of the other files.
+the error of a bad sample, and with "repeat", which goes on to the good samples of the other files.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def epochs(make: Callable[[Path], Any]) -> Callable[[Path], object]:
                 dataset[number]
                 good = True
         try:
-            if sum(batches(on_error="skip")) == 0:
-                raise AssertionError(f"on_error='skip' left nothing of the good samples: {errors}")
+            if sum(batches(on_error="repeat")) == 0:
+                raise AssertionError(f"on_error='repeat' left nothing of the good samples: {errors}")
         except FastloadError as error:
             if bad and good:
-                raise AssertionError(f"on_error='skip' ended the epoch: {error}") from error
+                raise AssertionError(f"on_error='repeat' ended the epoch: {error}") from error
             raise
         for error in errors[:1]:
             raise error

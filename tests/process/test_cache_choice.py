@@ -416,10 +416,10 @@ def test_transform_that_the_records_cannot_serve_is_refused(folder: Any, tmp_pat
 
 def test_decoding_on_the_device_needs_files(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="mode 'dct' keeps what only fastload decodes: use mode 'raw'"):
-        DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decode="dali")
+        DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decoder="dali")
     raw, auto = folder(Cache(tmp_path / "cache", "raw")), folder(tmp_path / "cache")
     assert auto._cache_keys(0)[0] != raw._cache_keys(0)[0]
-    DataLoader(auto, 8, decode="dali")
+    DataLoader(auto, 8, decoder="dali")
     assert auto._cache_keys(0)[0] == raw._cache_keys(0)[0]
 
 

@@ -195,7 +195,7 @@ def test_resumed_with_others(before: bool, after: bool, root: Path) -> None:
     assert_same(seen + batches_of(second), whole)
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_bad_samples_are_settled_alike(on_error: str, root: Path, tmp_path: Path) -> None:
     for number in range(12):
         body = b"no image" if number % 5 == 2 else pillow_jpeg(scene(40, 40, number))
@@ -305,7 +305,7 @@ class Scripted:
 
 def test_auto_switches_threads(root: Path) -> None:
     loader = DataLoader(images(root), 2, num_workers="auto", seed=1)
-    loader.loader_context.autoscaler = Scripted(iter([3, 2, 4, 1, 2]))  # type: ignore[assignment]
+    loader._context.autoscaler = Scripted(iter([3, 2, 4, 1, 2]))  # type: ignore[assignment]
     iterator: Any = iter(loader)
     seen, counts = [], []
     for batch in iterator:

@@ -267,7 +267,7 @@ def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> 
 
 
 @of([kind for kind in KINDS if kind.own_photos and kind.streamed])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_damaged_samples_of_a_stream_are_replaced_and_counted(
     kind: Kind, on_error: Any, written: Written
 ) -> None:

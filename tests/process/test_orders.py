@@ -438,7 +438,7 @@ def test_samples_of_an_epoch_that_will_be_streamed_are_not_named(
 ) -> None:
     data = streamed(tmp_path)[kind]()
     run = fastload.DataLoader(data, 4, shuffle=shuffle, seed=1, collate_fn=as_is)
-    assert run.loader_context.position.reads_streams(run)
+    assert run._context.position.reads_streams(run)
     for epoch in (0, 1):
         for ask in (run.samples_at, run.batch_at):
             for later in (0, 1):

@@ -235,7 +235,7 @@ def test_bad_sample_inside_a_wrapper_is_named_and_settled(
     dataset = TREES[name][0](a, b)
     with pytest.raises(DecodeError, match=r"c/3\.jpg"):
         list(DataLoader(dataset, 4, num_workers=workers))
-    for on_error in ("skip", "replace"):
+    for on_error in ("repeat", "replace"):
         loader: Any = DataLoader(dataset, 4, num_workers=workers, on_error=on_error, seed=1)
         assert sum(1 for _ in loader) == len(dataset) / 4
         assert [key for key, _ in loader.stats()["bad"]] == ["c/3.jpg"]
@@ -256,7 +256,7 @@ def test_error_of_the_function_of_map_names_the_sample(opened: Any, workers: int
         list(DataLoader(dataset, 4, num_workers=workers))
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
     assert "sample 4 'class1/01.jpg'" in text
-    loader: Any = DataLoader(dataset, 20, num_workers=workers, on_error="skip")
+    loader: Any = DataLoader(dataset, 20, num_workers=workers, on_error="repeat")
     ((_, labels),) = loader
     assert not labels.any() and loader.stats()["counters"]["bad.samples"] == 10
 
@@ -332,7 +332,7 @@ class OtherPrefetch(Announcing):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_error_in_prefetch_is_an_error_of_its_batch(opened: Any, workers: int) -> None:
     with pytest.raises(LookupError, match=r"no file for \[0, 1\]"):
-        list(DataLoader(BadPrefetch(opened("a")), 2, num_workers=workers, on_error="skip"))
+        list(DataLoader(BadPrefetch(opened("a")), 2, num_workers=workers, on_error="repeat"))
 
 
 def test_prefetch_with_another_signature_is_not_called(opened: Any) -> None:

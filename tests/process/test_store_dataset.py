@@ -162,7 +162,7 @@ def test_failure_of_the_process_is_no_bad_sample(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Prefetcher, "get", without_memory)
     with pytest.raises(MemoryError):
-        list(DataLoader(dataset, 4, on_error="skip"))
+        list(DataLoader(dataset, 4, on_error="repeat"))
     dataset.close()
 
 

@@ -205,7 +205,7 @@ def test_errors_are_those_without_threads(workers: int, seed: int | None) -> Non
         except Exception as error:
             return type(error), str(error).split("\n")[-2:], getattr(error, "__notes__", None)
 
-    for on_error in ("raise", "skip", "replace"):
+    for on_error in ("raise", "repeat", "replace"):
         for first in (0, 6)[workers:]:
             assert outcome(on_error, 4, first) == outcome(on_error, 0, first)
 
@@ -361,13 +361,13 @@ def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
         return read(self, index)
 
     monkeypatch.setattr(Prefetcher, "_get", slow)
-    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
+    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="repeat")
     with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
         list(loader)
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_iterator_that_met_a_bad_sample_is_freed_at_once(threads: int, on_error: str) -> None:
     gc.disable()
     try:

@@ -193,8 +193,8 @@ def test_dataset_of_masks_in_a_cache_of_smaller_copies_is_refused(
 
 def test_decoding_of_masks_on_the_device_is_refused(tmp_path: Path) -> None:
     data = closing(fastload.ImageFolder(write(tmp_path, {"a/0.png": mask()}), CenterCrop(48, **MASK)))
-    with pytest.raises(ArgumentError, match="decode='dali' does not work here: the device makes RGB"):
-        DataLoader(data, 1, decode="dali")
+    with pytest.raises(ArgumentError, match="decoder='dali' does not work here: the device makes RGB"):
+        DataLoader(data, 1, decoder="dali")
 
 
 def boxes(sample: dict[str, Any]) -> int:

@@ -60,7 +60,7 @@ def server() -> Iterator[FaultServer]:
 
 def pull_for(loader: DataLoader) -> None:
     """Let the pull of a loader's next epoch come to its end first."""
-    loader.loader_context.remote_caches.start_epoch(loader)
+    loader._context.remote_caches.start_epoch(loader)
     for remote in remote_module._remotes.get().values():
         wait_until(lambda: not any(one.is_alive() for one in remote._threads), "the keys are made")  # noqa: B023
         if (pulling := remote._running.get("pull")) is not None:

@@ -150,7 +150,7 @@ def test_bad_records_under_on_error(kind: str, workers: int, tmp_path: Path) -> 
     data = closing(dataset(kind, write(tmp_path / "shards", damaged(kind)), transform=CROP))
     with pytest.raises(DecodeError, match=rf"\.{kind} @ "):
         list(loader_of(data, workers))
-    loader = loader_of(data, workers, on_error="skip")
+    loader = loader_of(data, workers, on_error="repeat")
     found = set(numbers_of(list(loader), kind))
     stats = loader.stats()
     assert stats["counters"]["bad.samples"] == 3 and stats["counters"]["bad.bytes"] > 3000

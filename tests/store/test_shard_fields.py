@@ -156,7 +156,7 @@ def test_transforms_by_field(tmp_path: Path) -> None:
 def test_sample_without_the_image_is_bad(tmp_path: Path) -> None:
     complete = {"jpg": jpeg(0), "cls": b"0"}
     url = write(tmp_path, {"x.tar": tar_of(complete, {"cls": b"2"}, complete)})
-    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 3, on_error="skip")
+    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 3, on_error="repeat")
     assert [batch["cls"].tolist() for batch in loader] == [[0, 0, 0]]
     ((_, error),) = loader.stats()["bad"]
     assert "takes one image, and sample '001' has none" in error and "x.tar @" in error
@@ -266,7 +266,7 @@ def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -
     return batch["json"]
 
 
-POLICIES = [{}, {"on_error": "skip"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
+POLICIES = [{}, {"on_error": "repeat"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
 
 
 @pytest.mark.parametrize("options", POLICIES)
@@ -309,7 +309,7 @@ def test_values_that_make_no_batch_are_no_bad_samples(
 # --- What is said ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("on_error", ["raise", "repeat", "replace"])
 @pytest.mark.parametrize(
     ("members", "says"),
     [

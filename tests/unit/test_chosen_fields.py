@@ -215,7 +215,7 @@ def test_sample_without_a_required_member_names_it_and_what_to_write(tmp_path: P
     ) as caught:
         data[1]
     assert "'jpg;png?'" in str(caught.value) and "x.tar @ " in str(caught.value.key)
-    loader = fastload.DataLoader(data, 4, on_error="skip")
+    loader = fastload.DataLoader(data, 4, on_error="repeat")
     assert sum(len(labels) for _, labels in loader) == COUNT
     assert len(loader.stats()["bad"]) == COUNT // 3
 

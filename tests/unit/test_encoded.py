@@ -184,13 +184,13 @@ def test_on_error_where_no_decoder_can_decode() -> None:
     with pytest.raises(DecodeError, match="bad") as caught:
         decode_by_kernel(encoded, "raise")
     assert caught.value.key == "bad.jpg"
-    images, bad = decode_by_kernel(encoded, "skip")
+    images, bad = decode_by_kernel(encoded, "repeat")
     assert [key for key, _ in bad] == ["bad.jpg"]
     assert any(torch.equal(images[1], images[row]) for row in (0, 2))
     alone = EncodedBatch(crop, 1, ordinary)
     alone.fill([0], [_damaged(good)], [0], ["bad.jpg"])
     with pytest.raises(DecodeError, match="bad"):
-        decode_by_kernel(alone.finish(), "skip")
+        decode_by_kernel(alone.finish(), "repeat")
 
 
 class _Recorder(Decoding):

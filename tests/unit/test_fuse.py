@@ -396,7 +396,7 @@ def test_epochs_objects_and_device_decoding(folder: Path) -> None:
     with pytest.raises(
         ArgumentError, match=r"the device makes RGB .* Normalize as batch_transform=; found tran"
     ):
-        DataLoader(images, 8, decode="dali")
+        DataLoader(images, 8, decoder="dali")
 
 
 def test_fused_image_and_mask_are_cut_alike_with_and_without_kept_steps(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_damaged_image_of_hugging_face_is_a_decode_error_of_its_row(tmp_path: Pa
         data[1]
     found = [
         int(label)
-        for _, column in fastload.DataLoader(data, 2, on_error="skip", shuffle=True)
+        for _, column in fastload.DataLoader(data, 2, on_error="repeat", shuffle=True)
         for label in column
     ]
     assert set(found) == {0, 2}
@@ -375,7 +375,7 @@ def test_damaged_row_group_is_an_error_of_each_of_its_rows(tmp_path: Path) -> No
     data = one(tmp_path, bytes(body), fields=("image", "label"), transform=CROP)
     with pytest.raises(DecodeError, match=r"a\.parquet @ 1\d.*row group 1 cannot be read"):
         read(data)
-    loader = fastload.DataLoader(data, 36, on_error="skip", shuffle=True)
+    loader = fastload.DataLoader(data, 36, on_error="repeat", shuffle=True)
     found = {int(label) for _, column in loader for label in column}
     assert found == {*range(12), *range(24, 36)}
     with pytest.raises(DecodeError, match=r"a\.parquet @ 14.*row group 1 cannot be read"):

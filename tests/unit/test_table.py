@@ -382,7 +382,7 @@ def test_row_that_default_collate_refuses_is_no_bad_sample(table: Any, odd: str)
         return np.zeros(2, ">f4" if odd in key else "<f4")  # torch has no other byte order
 
     fields = {"image": IMAGE, "x": File("images/{id}.jpg", decode=decode), "label": "label"}
-    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="skip")
+    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="repeat")
     with pytest.raises(ValueError, match="byte order"):
         next(iter(loader))
     assert not loader.stats()["counters"]["bad.samples"]
@@ -407,7 +407,7 @@ def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_pa
     found = table(fields, url=broken(objects, tmp_path), transform={"image": CenterCrop(8)})
     with pytest.raises(DecodeError, match=r"'masks/004.png \(mask of row 4\)'"):
         found[4]
-    loader = DataLoader(found, batch_size=4, on_error="skip")
+    loader = DataLoader(found, batch_size=4, on_error="repeat")
     batches = list(loader)
     assert "masks/004.png (mask of row 4)" in str(loader.stats()["bad"])
     assert "004" not in [one for batch in batches for one in batch["id"]]
@@ -681,7 +681,7 @@ def test_keys_without_an_object_are_refused(table: Any, keys: Any, error: Any, m
 
 def test_decoder_of_the_device_is_refused_in_words(table: Any) -> None:
     with pytest.raises(ArgumentError, match="found TableDataset"):
-        DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decode="dali", batch_size=2)
+        DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decoder="dali", batch_size=2)
 
 
 def test_missing_pyarrow_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,7 +332,7 @@ def test_a_changed_or_cut_object_is_an_error_that_names_it(tmp_path: Path) -> No
         with pytest.raises(StoreError, match=key) as caught:
             dataset[index]
         assert isinstance(caught.value, ObjectChangedError) or index == 13
-    loader = DataLoader(dataset, batch_size=len(dataset), on_error="skip")
+    loader = DataLoader(dataset, batch_size=len(dataset), on_error="repeat")
     (batch,) = loader
     assert batch.tolist() == len(dataset) * [TOKENS[50:60].tolist()]  # of 002 and 003, which are as listed
     assert loader.stats()["counters"]["bad.samples"] == len(dataset) - 1
