@@ -113,7 +113,7 @@ class ReadAhead:
                 self._rows.cancel(self._indices(index))
         for dataset, indices in notes:
             with contextlib.suppress(Exception):
-                dataset.cancel(indices)
+                dataset._cancel(indices)
 
     def used(self) -> float:
         """Prefetched samples used so far, as counted by the datasets."""
