@@ -123,7 +123,7 @@ class ReadAhead:
                 self._rows.cancel(self._indices(index))
         for dataset, indices in notes:
             with contextlib.suppress(Exception):
-                dataset.cancel(indices)
+                dataset._cancel(indices)
 
     def used(self) -> float:
         """Return prefetched samples used so far, as counted by the datasets."""
