@@ -11,12 +11,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm, warm_report
+from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import flatten_options
-from fastload.cli.output import JSON_FLAG, error_document, write_document
-from fastload.cli.report import Report
-from fastload.errors import address
+from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
+from fastload.errors import DOCS, address
 from fastload.printable import printable
 
 _HELP = address("argumenterror")
@@ -28,10 +27,19 @@ class _Command(TyperCommand):
     """A command whose usage line shows an argument as URL instead of {url}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the arguments in the usage line."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options; flags, which take no value, show none."""
+        found = super().get_params(ctx)
+        for parameter in found:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return found
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """--ray alone is the cluster of this machine: Typer has no options with an optional value."""
+        """Take --ray alone as the cluster of this machine: Typer has no options with an optional value."""
         for at, word in reversed(list(enumerate(args))):
             if word == RAY_FLAG and (at + 1 == len(args) or args[at + 1].startswith("-")):
                 args[at] = f"{RAY_FLAG}=auto"
@@ -67,9 +75,11 @@ class _App(TyperGroup):
                 )
             raise
         except typer.Abort:
+            why = "no answer: give --yes"
             if self._as_json:
-                write_document(error_document("Abort", "argument", "no answer: give --yes", None, _HELP))
-            raise
+                write_document(error_document("Abort", "argument", why, None, _HELP))
+            typer.echo(f"fastload: {why}", err=True)
+            raise typer.Exit(1) from None
 
 
 def _example(line: str) -> str:
@@ -78,6 +88,7 @@ def _example(line: str) -> str:
 
 app = typer.Typer(
     help="A drop-in torch DataLoader for object stores, with a first-epoch cache on local SSD.",
+    epilog=f"Docs: {DOCS}",
     cls=_App,
     no_args_is_help=True,
     add_completion=False,
@@ -88,7 +99,7 @@ app = typer.Typer(
 _COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
     (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
     (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
-    (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
+    (warm.warm, warm.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
     (
         plan.plan,
         plan.PlanReport,

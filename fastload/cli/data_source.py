@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.command_options import CacheOptions, check_usable
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.shards.formats import FORMATS, format_of, format_of_index
 
@@ -44,7 +43,7 @@ DataUrl = Annotated[
 if TYPE_CHECKING:
     Kind = str
 else:  # for Typer, which knows the choices of an option by its type
-    Kind = StrEnum("Kind", {name: name for name in (AUTO, *KINDS)})
+    Kind = StrEnum("Kind", [AUTO, *KINDS])
 KindOption = Annotated[
     Kind,
     typer.Option(
@@ -195,61 +194,6 @@ def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, A
         listings=Listings.of(cache, 0),
         storage_options=storage_options,
     )
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is warmed, and the cache of it: each node opens its own."""
-
-    url: str
-    cache: str
-    cached: CacheOptions
-    source: SourceOptions
-    storage_options: dict[str, Any]
-
-    def __repr__(self) -> str:
-        """Leave out the options, which may be secrets."""
-        return f"Target({self.url!r}, cache={self.cache!r})"
-
-    def anywhere(self) -> Target:
-        """Return the same for processes in other directories: without relative paths."""
-        from fastload.cache.cache import absolute
-        from fastload.store import open_store
-        from fastload.store.local import LocalStore
-
-        store = open_store(self.url, **self.storage_options)
-        url = store.address if isinstance(store, LocalStore) else self.url
-        files = self.source.files
-        if files is not None and "://" not in files:
-            files = absolute(files)
-        return replace(self, url=url, cache=absolute(self.cache), source=replace(self.source, files=files))
-
-    def open(self, listing_max_age: float | str) -> tuple[Any, str]:
-        """Return (the dataset over the listed objects, the kind of the data)."""
-        import fastload
-
-        kept = self.cached.open(self.cache)
-        check_usable(kept)
-        kind = find_kind(self.url, self.storage_options, self.source.kind)
-        if kind == "tfrecord" and self.source.features is None and kept.codec.wants_images:
-            raise ArgumentError(
-                f"mode {self.cached.mode.value!r} keeps the features of a record: pass those of the "
-                "training, as in --features image=bytes,label=int"
-            )
-        # Records that a cache can only keep of images are for transforms that decode them.
-        crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
-        dataset = open_dataset(
-            self.url,
-            kind,
-            self.source,
-            transform=fastload.CenterCrop(224) if crop else None,
-            cache=kept,
-            storage_options=self.storage_options,
-            listing_max_age=listing_max_age,
-        )
-        if dataset.cache is None:
-            raise ArgumentError(f"{self.url!r} cannot be cached: the warning above says why")
-        return dataset, kind
 
 
 # --- images

@@ -13,8 +13,7 @@ from typing import Annotated
 
 from rich.text import Text
 
-from fastload.cli.output import JsonOption, answering
-from fastload.cli.report import Lines, Report, dimmed
+from fastload.cli.report import JsonOption, Lines, Report, answering, dimmed
 from fastload.metrics.machine import usable_cores, why_not_linux
 from fastload.metrics.units import format_size
 from fastload.printable import printable
@@ -99,7 +98,7 @@ def _obstore() -> Check:
 
 
 def check_jpegs() -> Check:
-    """Which code decodes JPEGs: the compiled kernel or its slower fallback."""
+    """Find which code decodes JPEGs: the compiled kernel or its slower fallback."""
     try:
         from fastload.images.kernel import backend
     except ImportError as error:
@@ -130,7 +129,7 @@ def _why_no_kernel() -> str:
 
 
 def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
-    """Which Pillow decodes the other formats, and whether a second installation has overwritten it.
+    """Find which Pillow decodes the other formats, and whether a second installation has overwritten it.
 
     Args:
         installed: distribution -> its version, or None where it is not installed. None: asks pip's metadata.
@@ -168,7 +167,7 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
 
 
 def check_formats() -> Check:
-    """Which formats can be decoded, and what those need that cannot."""
+    """Find which formats can be decoded, and what those need that cannot."""
     from fastload.images.decode import why_not
 
     names = {"PNG": "PNG, GIF, BMP, TIFF, PPM", "WEBP": "WebP", "AVIF": "AVIF", "HEIF": "HEIC"}
@@ -180,7 +179,7 @@ def check_formats() -> Check:
 
 
 def check_decoders() -> Check:
-    """What `DataLoader(decode=...)` can choose from on this machine."""
+    """Find the decoders that a loader can have on this machine."""
     name = "decode="
     try:
         from fastload.gpu.dali import why_no_dali
@@ -230,7 +229,7 @@ def _start_method() -> Check:
 
 
 def _demo() -> Check:
-    """The packages that only `fastload demo` needs."""
+    """Check the packages that only `fastload demo` needs."""
     from fastload.cli.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")

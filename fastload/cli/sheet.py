@@ -52,7 +52,7 @@ class Cell(NamedTuple):
 
 
 def html_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> str:
-    """One file that needs no other, in sections of 64 images."""
+    """Return one file that needs no other, in sections of 64 images."""
     starts = range(0, len(cells), _PAGE)
     links = [f'<a href="#p{at}">{at + 1}-{min(at + _PAGE, len(cells))}</a>' for at in starts]
     sections = [
@@ -91,7 +91,7 @@ def _data_url(picture: Picture) -> str:
 
 
 def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
-    """One image: 8 columns, or more if there are more than 256 images."""
+    """Return one image: 8 columns, or more if there are more than 256 images."""
     columns = max(1, min(len(cells), max(_COLUMNS, math.isqrt(len(cells)))))
     side = max((max(cell.picture.shape[:2]) for cell in cells), default=_NARROWEST)
     side = min(_WIDEST, max(_NARROWEST, side))
@@ -120,7 +120,7 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
 
 
 def _write_line(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
-    """One line; of a long one its end, where the names of objects differ."""
+    """Draw one line; of a long one its end, where the names of objects differ."""
     # The built-in font may have no other letters.
     plain = printable(text).encode("ascii", "backslashreplace").decode()
     fits = next((n for n in range(len(plain), 0, -1) if draw.textlength(_end(plain, n), font) <= width), 0)
@@ -132,7 +132,7 @@ def _end(text: str, letters: int) -> str:
 
 
 def pictures_of(batch: Any, rows: int) -> tuple[list[Picture], bool]:
-    """(one picture for each row, whether values were scaled so that they can be seen).
+    """Return (one picture for each row, whether values were scaled so that they can be seen).
 
     The images are the first tensor of the batch that has `rows` images with one or three channels, first or
     last. Floats are taken as they are where all are from 0 to 1; else each image is scaled from its smallest
@@ -173,7 +173,7 @@ def _picture(values: torch.Tensor, scaled: bool) -> Picture:
 
 
 def plain(value: Any, where: str = "batch") -> Any:
-    """The same values: tensors on the CPU, dicts, lists, texts and numbers. Other classes are not kept.
+    """Return the same values: tensors on the CPU, dicts, lists, texts and numbers. Others are not kept.
 
     Raises:
         ArgumentError: something in it is none of these; the message names the place.

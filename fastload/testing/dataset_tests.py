@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fastload.datasets.mixture import new_sampler
-from fastload.testing.contents import Contents, contents
 from fastload.testing.promises import (
     OTHER_SEED,
     SEED,
+    Contents,
     batch_size,
     broken,
     check_once,
     check_same,
     check_same_lists,
+    contents,
     not_promised,
     seeded,
 )
@@ -52,7 +53,7 @@ class DatasetTests(ReadTests):
     random: ClassVar[bool | None] = None
 
     def make_damaged(self) -> tuple[Any, Sequence[int]] | None:
-        """(dataset, indices of its bad samples) for the tests of bad samples. None: these are skipped."""
+        """Return (dataset, indices of its bad samples). None: the tests of bad samples are skipped."""
         return None
 
     # --- length and indices
@@ -285,7 +286,7 @@ class DatasetTests(ReadTests):
         return made
 
     def _error_of(self, dataset: Any, index: int) -> Exception:
-        """The error of a bad sample."""
+        """Return the error of a bad sample."""
         promise = "a bad sample raises an error each time, and none that ends an iteration"
         try:
             dataset[index]

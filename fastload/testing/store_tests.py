@@ -53,7 +53,7 @@ class StoreTests:
     )
 
     def make(self) -> Store:
-        """A new store, open on the same place each time."""
+        """Return a new store, open on the same place each time."""
         raise NotImplementedError(f"{type(self).__name__} lacks make(self), which returns a store")
 
     def put(self, key: str, body: bytes) -> None:
@@ -255,7 +255,7 @@ class StoreTests:
     def _error(
         self, what: str, kinds: type[StoreError] | tuple[type[StoreError], ...], read: Callable[[], Any]
     ) -> StoreError:
-        """The error of a read that must fail."""
+        """Return the error of a read that must fail."""
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         names = " or ".join(kind.__name__ for kind in kinds)
         try:
@@ -275,7 +275,7 @@ class StoreTests:
 
 
 def _no_more(error: StoreError, seconds: float) -> None:
-    """In place of a pause before the next attempt."""
+    """Do nothing in place of a pause before the next attempt."""
     raise error
 
 

@@ -65,7 +65,7 @@ _TABLE["gcs"], _TABLE["s3a"] = _TABLE["gs"], _TABLE["s3"]
 
 
 def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Prices | None:
-    """The prices in a TOML file, else those of the store of `url`; None: they are not known.
+    """Return the prices in a TOML file, else those of the store of `url`; None: they are not known.
 
     Args:
         url, options: as for `open_store`. An s3:// URL with an endpoint is not Amazon's.
@@ -96,7 +96,7 @@ def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Pric
 
 
 def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option or the environment names the server."""
+    """Return whether an option or the environment names the server."""
     from fastload.store import open_store
 
     found = open_store(url, **options).public_options()[0]
