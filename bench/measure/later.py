@@ -120,7 +120,7 @@ class Kernels:
 
     def _serve(self, dataset: Any, part: int, count: int, pipe: Any) -> None:
         mine = range(part, len(dataset), count)
-        records = [dataset._restore(i, dataset.payload(i), readonly=True)["image"] for i in mine]
+        records = [dataset._restore(i, dataset._payload(i), readonly=True)["image"] for i in mine]
         samples, rng = self._samples // count, random.Random(part)
         pipe.send("ready")
         while True:

@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Literal
 
 from fastload.errors import ArgumentError
-from fastload.formats.jpeg_records import DCT_MAGIC, ROWS_MAGIC
+from fastload.formats.jpeg import DCT_MAGIC, ROWS_MAGIC
 from fastload.metrics.units import format_size
 
 Mode = Literal["auto", "raw", "dct", "shrunk", "decoded"]

@@ -94,10 +94,16 @@ class Target:
         kept = self.cached.open(self.cache)
         check_usable(kept)
         kind = find_kind(self.url, self.storage_options, self.source.kind)
-        if kind == "tfrecord" and self.source.features is None and kept.codec.wants_images:
+        fields = self.source.fields or ""
+        if kind == "tfrecord" and not fields and kept.codec.wants_images:
             raise ArgumentError(
-                f"mode {str(self.cached.mode)!r} keeps the features of a record: pass those of the "
-                "training, as in --features image=bytes,label=int"
+                f"mode {str(self.cached.mode)!r} keeps the fields of a record: pass those of the training, "
+                "as in --fields image:bytes,label:int"
+            )
+        if kind == "tfrecord" and fields.count(":bytes") > 1:
+            raise ArgumentError(
+                "--fields has several of type bytes, and the training's transform says which is the image: "
+                "let its first epoch fill the cache"
             )
         # Records that a cache can only keep of images are for transforms that decode them.
         crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
-from fastload.datasets.protocols import check_dataset
-from fastload.datasets.views import Reach, View
+from fastload.datasets.views import Reach, View, check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.mixture_sampler import MixtureSampler
@@ -221,17 +220,17 @@ class Mixture(ConcatDataset[Any]):
         return dict(zip(self._names, lengths, strict=True))
 
     def index(self, source: int, position: int, lap: int) -> int:
-        """The index of the sample at a position of a source, in pass `lap` over it."""
+        """Return the index of the sample at a position of a source, in pass `lap` over it."""
         return lap << _PASS_BITS | self._offset(source) + position
 
     def weights_in(self, epoch: int) -> dict[str, Fraction]:
-        """The weights in an epoch, as they were given."""
+        """Return the weights in an epoch, as they were given."""
         if not callable(self._given):
             return self._given
         return _parsed(self._given(epoch), self._names, f"weights({epoch})")
 
     def given(self) -> dict[str, str] | None:
-        """The weights that were given, as text; None for a function."""
+        """Return the weights that were given, as text; None for a function."""
         if callable(self._given):
             return None
         return {name: str(weight) for name, weight in self._given.items()}
@@ -269,11 +268,11 @@ class MixtureView(ConcatView):
         return {name: end - start for name, start, end in zip(self._names, starts, self._ends, strict=False)}
 
     def position(self, index: int, length: int) -> int:
-        """The position of a sample in the concatenation of the sources, whatever the pass."""
+        """Return the position of a sample in the concatenation of the sources, whatever the pass."""
         return index % _MOST
 
     def replacement(self, index: int, number: int, length: int) -> int:
-        """The index of another sample of the same source and pass."""
+        """Return the index of another sample of the same source and pass."""
         source, _, position = self.locate(index)
         start = int(index - position)
         return start + number % (self._ends[source] - self._start(source))
@@ -287,12 +286,12 @@ class MixtureView(ConcatView):
 
 
 def new_sampler(dataset: Any, *, shuffle: bool, seed: int) -> MixtureSampler | None:
-    """The sampler that a loader gives to a `Mixture`; None for another dataset."""
+    """Return the sampler that a loader gives to a `Mixture`; None for another dataset."""
     return MixtureSampler(dataset, shuffle=shuffle, seed=seed) if isinstance(dataset, Mixture) else None
 
 
 def sources_of(dataset: Any) -> dict[str, Any]:
-    """Name -> dataset of the sources of a `Mixture`; {"": dataset} for another dataset."""
+    """Return name -> dataset of the sources of a `Mixture`; {"": dataset} for another dataset."""
     if isinstance(dataset, Mixture):
         return dict(zip(dataset.lengths, dataset.datasets, strict=True))
     return {"": dataset}
@@ -363,7 +362,7 @@ def _check_source(name: str, dataset: Any) -> None:
 
 
 def _parsed(weights: Any, names: Sequence[str], what: str = "weights") -> dict[str, Fraction]:
-    """Name -> weight, as it is written.
+    """Return name -> weight, as it is written.
 
     Raises:
         ArgumentError: they are not one finite number >= 0 for each name, or all are 0.

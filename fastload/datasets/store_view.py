@@ -17,12 +17,21 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.segment import Places
-from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.payloads import keep
-from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
-from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
+from fastload.datasets.views import (
+    ONE,
+    Allocate,
+    EncodedRows,
+    MadeSample,
+    PlainView,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    reraise,
+)
 from fastload.images.crop import RowJob
 from fastload.images.kernel import active, threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
@@ -70,7 +79,7 @@ class StoreView(PlainView):
         self.dataset.prefetch(self._read_ahead(indices))
 
     def cancel(self, indices: list[Any]) -> None:
-        self.dataset.cancel(indices)
+        self.dataset._cancel(indices)
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         batch = None if self.override is not None else self.new_batch(len(indices), ordinary_memory)
@@ -81,6 +90,9 @@ class StoreView(PlainView):
             partial(reraise, failed[row]) if row in failed else partial(self.sample, batch, row)
             for row in range(len(indices))
         ]
+
+    def streams(self) -> StreamDataset | None:
+        return self.dataset._streams()
 
     # --- which samples these are
 

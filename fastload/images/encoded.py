@@ -23,9 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.jpeg_records import is_dct
+from fastload.formats.jpeg import is_dct, is_plain_jpeg
 from fastload.images.crop import Crop
-from fastload.images.headers import is_plain_jpeg
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
 

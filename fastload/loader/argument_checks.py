@@ -10,7 +10,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from fastload.checks import check_one_of, refuse_class
-from fastload.datasets.protocols import check_dataset
+from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address
 

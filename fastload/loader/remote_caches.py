@@ -92,7 +92,7 @@ def _keys_of(dataset: Any, parts: list[Reach]) -> Iterator[bytes]:
     chosen = [part for part in parts if part is not None]
     every = len(chosen) < len(parts)
     indices: Iterable[int] = range(indexed_length(dataset)) if every else np.unique(np.concatenate(chosen))
-    return chain.from_iterable(dataset.cache_keys(int(index)) for index in indices)
+    return chain.from_iterable(dataset._cache_keys(int(index)) for index in indices)
 
 
 def _dealt(loader: Any) -> Reach:

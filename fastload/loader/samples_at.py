@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.checks import whole_number
-from fastload.datasets.protocols import current_reader
-from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.views import current_reader
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
+from fastload.images.rng import SampleSeeds
 from fastload.loader.resume import orders_at, reading_of
 from fastload.order.exclusions import Exclusions, Filter, Samples
 from fastload.order.order import EpochOrder, order_at

@@ -17,7 +17,7 @@ import json
 from collections import deque
 from typing import Any
 
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.datasets.wrappers import view_of
 from fastload.distributed.agreement import Ranks, can_agree
 from fastload.errors import ArgumentError, WorkerError

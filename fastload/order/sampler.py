@@ -394,12 +394,12 @@ class ShardSampler(DistributedSampler):
 def indexed_length(dataset: Any) -> int:
     """The number of samples that can be asked for by index. `len()` of shards may be a hint instead.
 
-    It is the result of the dataset's `indexed_length`, if it has this method.
+    It is the result of the dataset's `_indexed_length`, if it has this method.
 
     Raises:
         TypeError: the samples are not indexed yet.
     """
-    counted = getattr(dataset, "indexed_length", None)
+    counted = getattr(dataset, "_indexed_length", None)
     return len(dataset) if counted is None else int(counted())
 
 

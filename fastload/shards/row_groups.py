@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.checks import refuse_class
-from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.sample_fields import FieldTransforms, Shape
+from fastload.datasets.arrow import is_numeric, to_python, why_not_number
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import FieldTransforms
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool

@@ -23,14 +23,13 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 
 import fastload
 from fastload.cache import Cache
+from fastload.datasets.sample_files import File
 from fastload.datasets.store_dataset import StoreDataset, arguments_of, override_of
-from fastload.datasets.table_fields import File
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
-from fastload.images.by_epoch import ByEpoch
-from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
+from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
+from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.failures import public_url
 from fastload.store.open import checked_options, open_store, options_from_file
@@ -39,7 +38,7 @@ _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a fal
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
 
 _CROPS: dict[str, Any] = {"RandomResizedCrop": RandomResizedCrop, "CenterCrop": CenterCrop}
-_SHARED = ("interpolation", "channels", "channels_last", "max_pixels", "strict")
+_SHARED = ("interpolation", "channels", "channels_last", "strict")
 _ARGUMENTS = {
     "RandomResizedCrop": ("scale", "ratio", "flip", *_SHARED),
     "CenterCrop": ("resize", *_SHARED),
@@ -59,7 +58,7 @@ _DATASETS = {
 }
 # Arguments that a state does not have, or has in another place; and those that no state may set.
 _LEFT_OUT = frozenset(
-    {"url", "keys", "decode", "target_transform", "fingerprint", "cache", "storage_options"}
+    {"url", "keys", "decode", "target_transform", "cache", "storage_options"}
     | {"listing_max_age", "allow_empty", "num_samples"}
 )
 _REFUSED = _LEFT_OUT | {"unsafe"}
@@ -402,7 +401,7 @@ def _open_dataset(
         arguments["allow_empty"] = True
     try:
         dataset = kind(url=where, storage_options=dict(options) or None, **arguments)
-        known = dataset.indexed_length() if hasattr(dataset, "indexed_length") else len(dataset)
+        known = indexed_length(dataset)
     except (FastloadError, TypeError) as error:
         held = made["withheld"]
         hint = (

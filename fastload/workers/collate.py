@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from fastload.datasets.protocols import Allocate
+from fastload.datasets.views import Allocate
 from fastload.metrics.torch_private import collate_map, collate_tensors, default_device
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.protocols import Allocate
+from fastload.datasets.views import Allocate
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import limit_payloads
 from fastload.order.state import WorkerState

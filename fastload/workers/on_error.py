@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastload.datasets.protocols import RowErrors, RowRequests
+from fastload.datasets.views import RowErrors, RowRequests
 from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import (
     FastloadError,

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from fastload.datasets.protocols import Prefetches, RowErrors, RowRequests, current_reader, noted_prefetches
-from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.views import View
+from fastload.datasets.views import Prefetches, RowErrors, RowRequests, View, current_reader, noted_prefetches
+from fastload.images.rng import SampleSeeds
 from fastload.metrics.counters import Counters
 from fastload.workers.on_error import ErrorPolicy
 from fastload.workers.sample_threads import SampleThreads, Task

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import WorkerError
 from fastload.fetch.threads import ThreadTeam, this_thread
+from fastload.images.rng import SampleSeeds
 
 _LOOK_SECONDS = 0.5
 _TURN_SECONDS = 1.0  # that Ctrl-C waits for the sample that a thread is making

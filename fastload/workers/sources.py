@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import graph_settings
 
-from fastload.datasets.protocols import SampleStream
+from fastload.datasets.views import SampleStream
 from fastload.datasets.wrappers import fastload_datasets, inner_datasets, view_of
 from fastload.metrics.counters import Counters
 from fastload.metrics.torch_private import IterableFetcher

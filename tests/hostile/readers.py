@@ -28,7 +28,7 @@ from fastload.cache import packs as packs_module
 from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from fastload.formats.sample import dump, dump_row, load, load_row
 from fastload.formats.sample_log import LoggedStep, RunBegins, header
 from fastload.formats.tar import TarWriter
@@ -109,8 +109,10 @@ def _length(dataset: Any) -> int:
 
 def image(folder: Path) -> object:
     data = (folder / "input").read_bytes()
-    fastload.RandomResizedCrop(16, max_pixels=4_000_000)(data)
-    return tuple(fastload.CenterCrop(16, max_pixels=4_000_000)(data).shape)
+    crops = fastload.RandomResizedCrop(16), fastload.CenterCrop(16)
+    for crop in crops:
+        crop._max_pixels = 4_000_000
+    return [tuple(crop(data).shape) for crop in crops][-1]
 
 
 def content(function: Callable[[bytes], object]) -> Callable[[Path], object]:

@@ -146,7 +146,7 @@ def test_this_process_is_no_worker(root: Path) -> None:
 
 
 def test_without_the_kernel_processes_make_the_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.images.crop.kernel", None)
+    monkeypatch.setattr("fastload.images.transforms.kernel", None)
     assert not view_of(images(root)).made_by_kernel()
 
 

@@ -23,9 +23,8 @@ from fastload import (
     TarDataset,
     cached,
 )
-from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.map import MapDataset
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.sample_fields import ordinary_memory
+from fastload.datasets.wrappers import MapDataset, view_of
 from fastload.errors import ArgumentError, DecodeError
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import TOTAL, shards, write
@@ -287,12 +286,12 @@ def test_what_prefetch_announced_and_was_not_read_is_let_go_of(opened: Any) -> N
     inner = opened("a")
     loader: Any = DataLoader(Half(inner), 2)
     assert sum(1 for _ in loader) == 3
-    assert inner.outstanding() == 0
+    assert inner._outstanding() == 0
     iterator = iter(loader)
     next(iterator)
-    assert inner.outstanding() > 0
+    assert inner._outstanding() > 0
     del iterator
-    assert inner.outstanding() == 0
+    assert inner._outstanding() == 0
 
 
 def test_announcements_that_are_never_used_end_with_a_warning(
@@ -302,7 +301,7 @@ def test_announcements_that_are_never_used_end_with_a_warning(
     other = opened("b")
     loader: Any = DataLoader(Mistaken(opened("a"), other), 2)
     assert sum(1 for _ in loader) == 6
-    assert other.outstanding() == 0
+    assert other._outstanding() == 0
     (record,) = caplog.records
     assert "the last 4 samples that prefetch() of the dataset announced were not read" in record.message
 
@@ -354,13 +353,13 @@ class OwnMap(MapDataset):
 def test_dataset_inside_cached_is_read_ahead_until_the_cache_has_its_samples(
     opened: Any, tmp_path: Path, workers: int
 ) -> None:
-    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache", fingerprint="photos")
+    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache")
     loader: Any = DataLoader(kept, 4, num_workers=workers)
     first, second = ([told(batch) for batch in loader] for _ in range(2))
     assert first == second
     counters = loader.stats()["counters"]
     assert counters["get.ahead"] == counters["cache.misses"] == counters["cache.hits"] == 20
-    kept.close_cache()
+    kept.close()
 
 
 def test_map_is_a_dataset_that_can_be_cached(opened: Any, tmp_path: Path) -> None:
@@ -372,7 +371,7 @@ def test_map_is_a_dataset_that_can_be_cached(opened: Any, tmp_path: Path) -> Non
     assert kept.fingerprint != cached(fastload.map(inner, noisy), tmp_path / "cache").fingerprint
     first, second = ([told(batch) for batch in DataLoader(kept, 4, num_workers=1)] for _ in range(2))
     assert first == second == told(list(torch.utils.data.DataLoader(dataset, 4)))
-    kept.close_cache()
+    kept.close()
 
 
 def test_subclass_of_map_is_obeyed_and_read_ahead(opened: Any) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import Subset, get_worker_info
 
 import fastload
 from fastload import ShardSampler
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.errors import ArgumentError, WorkerError
 from fastload.loader.stream_epoch import StreamEpoch
 from tests.loaderdata import At

@@ -220,7 +220,7 @@ def test_loader_that_is_closed_in_the_middle_ends_its_threads(
         iterator = iter(DataLoader(Drawing(folder), 2, num_workers=workers, threads=4, seed=seed))
         next(iterator)
         del iterator
-    assert folder.outstanding() == 0
+    assert folder._outstanding() == 0
 
 
 def test_sample_that_is_being_made_when_the_loader_is_closed_delays_nobody_for_long() -> None:
@@ -302,7 +302,7 @@ def test_samples_that_are_read_ahead_too_are_used(opened: Any, seed: int | None)
     iterator = iter(loader)
     next(iterator)
     del iterator
-    assert folder.outstanding() == 0
+    assert folder._outstanding() == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -123,7 +123,7 @@ def test_indices_that_are_tensors_are_read_ahead_too(
     order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(dataset, 8, sampler=torch.utils.data.SubsetRandomSampler(order), collate_fn=keep)
     assert sorted(seen(loader)) == sorted(bucket.digests.values())
-    assert (dataset.outstanding() == 0) is guarded
+    assert (dataset._outstanding() == 0) is guarded
     assert (loader.stats()["counters"]["get.requests"] == IMAGES) is guarded
     dataset.close()
 

@@ -45,7 +45,9 @@ def gets(server: FaultServer) -> int:
 
 
 def dataset_of(server: FaultServer, cache: Path | None = None, **limits: Any) -> ObjectDataset:
-    return ObjectDataset("s3://bucket", value, cache=cache, storage_options={**server.options, **limits})
+    return ObjectDataset(
+        "s3://bucket", decode=value, cache=cache, storage_options={**server.options, **limits}
+    )
 
 
 def take(dataset: ObjectDataset, **arguments: Any) -> list[int]:

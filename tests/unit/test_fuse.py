@@ -331,7 +331,7 @@ def test_every_cache_mode_serves_it(folder: Path, tmp_path: Path, mode: str, com
     for _ in range(2):
         for images, labels in DataLoader(data, 8, seed=1):
             assert images.shape == (8, 3, 48, 48) and images.dtype is torch.float32 and labels.shape == (8,)
-        data.flush_cache()
+        data._flush_cache()
     data.close()
 
 

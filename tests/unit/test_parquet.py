@@ -88,12 +88,12 @@ def test_fused_transform_writes_batches_as_torch_collates_them(url: str) -> None
 
 def test_decode_of_a_column_gets_its_value(url: str) -> None:
     decode = {"image": len, "name": str.upper}
-    data = closing(ParquetDataset(url, ("image", "name"), decode))
+    data = closing(ParquetDataset(url, ("image", "name"), decode=decode))
     assert data[3] == (len(jpeg(3)), "N3")
 
 
 def test_decode_of_the_row_gets_encoded_fields(url: str) -> None:
-    data = closing(ParquetDataset(url, ("image", "label"), lambda row: (row["label"], row["image"])))
+    data = closing(ParquetDataset(url, ("image", "label"), decode=lambda row: (row["label"], row["image"])))
     assert data[3] == (3, jpeg(3))
 
 
@@ -129,7 +129,7 @@ def test_null_is_none_for_text_and_an_error_for_numbers(tmp_path: Path) -> None:
     assert closing(ParquetDataset(data.url, "text"))[1] is None
     with pytest.raises(DecodeError, match="column 'v' has a null in its list"):
         closing(ParquetDataset(data.url, "v"))[1]
-    zero = closing(ParquetDataset(data.url, "n", {"n": lambda value: value or 0}))
+    zero = closing(ParquetDataset(data.url, "n", decode={"n": lambda value: value or 0}))
     assert [zero[0], zero[1]] == [1, 0]
 
 
@@ -164,7 +164,7 @@ def test_packed_row_holds_its_values() -> None:
 def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle: bool) -> None:
     """Also with more readers than files and row groups."""
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=3, shuffle_buffer=50))
-    assert data.must_stream()
+    assert data._streams().must_stream()
     found = labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
     assert sorted(found) == list(range(TOTAL))
     assert found == labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
@@ -185,8 +185,8 @@ def test_row_groups_are_in_random_order_in_a_stream(url: str) -> None:
 def test_cached_epoch_is_read_at_random(url: str, tmp_path: Path) -> None:
     data = closing(ParquetDataset(url, transform=CROP, cache=tmp_path / "cache"))
     streamed = read(data)
-    data.flush_cache()
-    assert not data.must_stream()
+    data._flush_cache()
+    assert not data._streams().must_stream()
     before = data.counters["get.requests"]
     batch = at_random(data)
     assert batch["label"].tolist() == list(range(TOTAL))
@@ -198,7 +198,7 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     cache = Cache(tmp_path / "cache")
     first = closing(ParquetDataset(url, ("label",), cache=cache))
     read(first)
-    first.flush_cache()
+    first._flush_cache()
     assert first.contains(3)
     assert closing(ParquetDataset(url, "label", cache=cache)).contains(3)
     other = closing(ParquetDataset(url, ("label", "name"), cache=cache))
@@ -210,20 +210,20 @@ def test_cache_modes_keep_images(url: str, tmp_path: Path, mode: Any) -> None:
     cache = Cache(tmp_path / "cache", mode, short_side=20)
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
     cold = {int(n): image for n, image in _rows(read(data))}
-    data.flush_cache()
+    data._flush_cache()
     batch = at_random(data)
-    assert not data.must_stream() and sorted(cold) == list(range(TOTAL))
+    assert not data._streams().must_stream() and sorted(cold) == list(range(TOTAL))
     assert batch["label"].tolist() == list(range(TOTAL)) and batch["image"].shape == (TOTAL, 3, 24, 24)
     data.close()
     again = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
-    assert not again.must_stream() and torch.equal(at_random(again)["image"], batch["image"])
+    assert not again._streams().must_stream() and torch.equal(at_random(again)["image"], batch["image"])
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct"])
 def test_lossless_cache_keeps_all_rows_of_a_row_group_for_one(url: str, tmp_path: Path, mode: Any) -> None:
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=Cache(tmp_path, mode)))
     assert not data.contains(0) and data[1][1] == 1
-    data.flush_cache()
+    data._flush_cache()
     assert data.contains(0) and data[0][1] == 0
 
 
@@ -262,10 +262,10 @@ def test_damaged_row_group_is_read_once_for_its_rows() -> None:
 
 def test_saved_state_of_other_filters_is_refused(url: str) -> None:
     data = closing(ParquetDataset(url, "label"))
-    (state,) = data.plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
+    (state,) = data._streams().plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
     other = closing(ParquetDataset(url, "label", filters=[("label", ">", 3)]))
     with pytest.raises(ArgumentError, match="filters="):
-        other.open_stream(state)
+        other._streams().open_stream(state)
 
 
 # --- Filters -----------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_bad_row_harms_no_other_row_of_its_row_group(tmp_path: Path, mode: Any) 
 
 
 def test_missing_pyarrow_is_an_error_with_the_command(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow_values", raising=False)
+    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
         ParquetDataset(url)
@@ -506,7 +506,7 @@ def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path, branch: str) -> 
             )
         )
         assert sorted(int(n) for n, _ in _rows(read(data))) == list(range(TOTAL))
-        data.flush_cache()
-        assert data.contains(3) and not data.must_stream()
+        data._flush_cache()
+        assert data.contains(3) and not data._streams().must_stream()
     finally:
         sys.modules["fsspec.registry"]._registry.pop("hf")

@@ -61,7 +61,6 @@ SAME_SUBJECT = {
     "cache.py",
     "warm.py",
     "prove.py",
-    "tokens.py",
     "__init__.py",
     "__main__.py",
 }

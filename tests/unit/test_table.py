@@ -33,7 +33,7 @@ from fastload import (
     TableDataset,
     cached,
 )
-from fastload.datasets.protocols import Prefetches, noted_prefetches
+from fastload.datasets.views import Prefetches, noted_prefetches
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from tests.photos import pillow_jpeg, scene
 
@@ -394,7 +394,7 @@ def test_prefetch_of_the_users_code_is_noted_so_that_it_can_be_cancelled(table: 
     with noted_prefetches(notes):
         found.prefetch([3, 1])
     assert notes == [(found, [3, 1])]
-    found.cancel([3, 1])
+    found._cancel([3, 1])
 
 
 def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_pa
     (tmp_path / "broken/images/005.jpg").unlink()
     with pytest.raises(NotFoundError, match=r"'images/005.jpg \(image of row 5\)'"):
         found[5]
-    assert found.outstanding() == 0
+    assert found._outstanding() == 0
 
 
 # --- cache
@@ -429,7 +429,7 @@ def test_cache_serves_the_first_samples_again(table: Any, tmp_path: Path, mode: 
     epochs = []
     for _ in range(2):
         epochs.append([found[index] for index in range(N)])
-        found.flush_cache()
+        found._flush_cache()
     for first, second in zip(*epochs, strict=True):
         assert torch.equal(first[0], second[0]) and first[1:2] == second[1:2]
         assert first[2].tolist() == second[2].tolist()
@@ -443,9 +443,9 @@ def test_cache_of_an_object_dataset_serves_a_table(
     cache = Cache(tmp_path / "cache", mode)
     every = ObjectDataset(str(objects / "images"), transform=CenterCrop(8), cache=cache)
     found = table((File("{id}.jpg"), "label"), url=objects / "images", transform=CenterCrop(8), cache=cache)
-    assert found.cache_key(5) == every.cache_key(5)
+    assert found._cache_keys(5)[0] == every._cache_keys(5)[0]
     expected = every[5]
-    every.flush_cache()
+    every._flush_cache()
     assert found.contains(5) and torch.equal(found[5][0], expected)
     every.close()
 
@@ -455,7 +455,7 @@ def test_object_of_several_rows_is_cached_once(table: Any, tmp_path: Path) -> No
     found = table((IMAGE, "caption"), rows, transform=CenterCrop(8), cache=Cache(tmp_path / "cache"))
     captions = [one for _, texts in DataLoader(found, batch_size=6) for one in texts]
     assert captions == [row["caption"] for row in rows]
-    found.flush_cache()
+    found._flush_cache()
     assert found.cache is not None and found.cache.info()["entries"] == N
 
 

@@ -84,7 +84,7 @@ class Objects:
     def __init__(self, kind: str, dataset: Any, shard_size: int, seed: int | None) -> None:
         self._dataset, self._cut_by = dataset, (kind, shard_size, seed)
         self._listing: Manifest = dataset.listing()
-        self.kind, self.url, self.identity = kind, dataset.store().url, self._listing.identity
+        self.kind, self.url, self.identity = kind, dataset._store.url, self._listing.identity
         self.classes = list(self._listing.classes or []) if kind == FOLDER else None
         self.total_bytes = self._listing.total_bytes
         rng = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ class Objects:
 
     def _sample(self, index: int) -> Sample:
         stem, extension = split_name(self._dataset.key(index))
-        members: dict[str, Any] = {extension: memoryview(self._dataset.payload(index))}
+        members: dict[str, Any] = {extension: memoryview(self._dataset._payload(index))}
         if self.classes is not None:
             members["cls"] = str(self._listing.label(index)).encode()
         return Sample(stem, members, None, self._listing.size(index))
@@ -195,7 +195,8 @@ class Records:
         self.total_bytes = listed.total_bytes()
         self.fingerprint = listed.digest
         shuffle = {"seed": seed or 0, "epoch": 0, "shuffle": seed is not None}
-        (self.position,) = self._dataset.plan_streams(1, **shuffle, rank=0, ranks=1)
+        self._streams = self._dataset._streams()
+        (self.position,) = self._streams.plan_streams(1, **shuffle, rank=0, ranks=1)
         self._plan, self._limit = self.position["plan"], shard_size
         self._stream: Any = None
         self._next: int | None = None  # the first record of the part at `position`
@@ -205,7 +206,7 @@ class Records:
             self._open_stream()
         record, size, state = self._next, 0, None
         while record is not None and state is None:
-            payload = self._dataset.payload(record)
+            payload = self._dataset._payload(record)
             size += len(payload)
             yield FORMS[self.kind].read(payload)
             if size >= self._limit:
@@ -224,7 +225,7 @@ class Records:
                 "another version of fastload began these shards, and its position cannot be read: "
                 "finish them with that version, or give another --name"
             )
-        self._stream = self._dataset.open_stream(self.position)
+        self._stream = self._streams.open_stream(self.position)
         self._next = next(iter(self._stream.take(1)), None)
 
 
