@@ -32,17 +32,17 @@ class _Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> Any:
         """Return the options; flags, which take no value, show none."""
-        found = super().get_params(ctx)
-        for parameter in found:
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
             if getattr(parameter, "is_flag", False):
                 parameter.metavar = ""
-        return found
+        return parameters
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Take --ray alone as the cluster of this machine: Typer has no options with an optional value."""
-        for at, word in reversed(list(enumerate(args))):
-            if word == RAY_FLAG and (at + 1 == len(args) or args[at + 1].startswith("-")):
-                args[at] = f"{RAY_FLAG}=auto"
+        for place, word in reversed(list(enumerate(args))):
+            if word == RAY_FLAG and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                args[place] = f"{RAY_FLAG}=auto"
         return super().parse_args(ctx, args)
 
 

@@ -185,8 +185,8 @@ def check(
     with answering(as_json) as output:
         cache = _existing(directory)
         with _progress(output, "verifying") as progress:
-            found = cache.check(fix, progress=progress)
-        output.finish(CheckReport(path=directory, **found.as_dict()))
+            report = cache.check(fix, progress=progress)
+        output.finish(CheckReport(path=directory, **report.as_dict()))
 
 
 # --- clear

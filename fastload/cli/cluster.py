@@ -117,9 +117,9 @@ class Cluster:
         self._connect(address)
         try:
             self.nodes = sorted(
-                Node(found["NodeManagerAddress"], int(found["Resources"]["CPU"]), found["NodeID"])
-                for found in ray.nodes()
-                if found["Alive"] and found["Resources"].get("CPU", 0) >= 1
+                Node(node["NodeManagerAddress"], int(node["Resources"]["CPU"]), node["NodeID"])
+                for node in ray.nodes()
+                if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
             )
             self._check_nodes()
         except BaseException:

@@ -162,12 +162,14 @@ def open_dataset(
     Raises:
         ArgumentError: an option does not fit. StoreError: as the dataset's.
     """
-    given = options.arguments(kind)
+    chosen = options.arguments(kind)
     if transform is not None and kind != "tokens":
         arguments["transform"] = transform
     if kind == TABLE:
-        return dataset_class(kind)(url, given.pop("fields"), url=given.pop("files", ""), **given, **arguments)
-    return dataset_class(kind)(url, **given, **arguments)
+        return dataset_class(kind)(
+            url, chosen.pop("fields"), url=chosen.pop("files", ""), **chosen, **arguments
+        )
+    return dataset_class(kind)(url, **chosen, **arguments)
 
 
 def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, Any]) -> Any:
@@ -267,12 +269,12 @@ def _open_shards(
     listed = {name: arguments[name] for name in ("cache", "storage_options")}
     first = first_records(list_shards(kind, url, **listed), kind)
     name = first.image
-    given: dict[str, Any] = {"transform": transform, **arguments}
+    more: dict[str, Any] = {"transform": transform, **arguments}
     if kind == "tfrecord":
-        dataset: Any = fastload.TFRecordDataset(url, (f"{name}:bytes",), **given)
+        dataset: Any = fastload.TFRecordDataset(url, (f"{name}:bytes",), **more)
     else:
         others = [extension for extension in IMAGES if extension != name] if name in IMAGES else []
-        dataset = fastload.TarDataset(url, fields=(";".join([name, *others]),), **given)
+        dataset = fastload.TarDataset(url, fields=(";".join([name, *others]),), **more)
     shards = dataset.shards()
     total = sum(shards[number].size for number in range(len(shards)))
     try:

@@ -109,16 +109,16 @@ def index(
         if refresh and cache is not None:
             raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
         options = store.parse()
-        found = find_kind(url, options, kind)
-        if found not in INDEXABLE:
+        known = find_kind(url, options, kind)
+        if known not in INDEXABLE:
             raise ArgumentError(
                 f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"
             )
         if cache is not None:
-            target: _Files | _Kept = _Kept(url, found, options, cache)
+            target: _Files | _Kept = _Kept(url, known, options, cache)
         else:
-            target = _Files(url, found, options, to, refresh)
-        settings = Settings(url=url, kind=found, to=to, cache=cache, refresh=refresh)
+            target = _Files(url, known, options, to, refresh)
+        settings = Settings(url=url, kind=known, to=to, cache=cache, refresh=refresh)
         try:
             report = _run(target, settings, output)
         finally:
@@ -159,9 +159,9 @@ class _Files:
             ) from None
         return True
 
-    def keep(self, found: Any) -> None:
+    def keep(self, shard: Any) -> None:
         """Keep what was found in a shard."""
-        self._store.write(self._name(found.number), found.file)
+        self._store.write(self._name(shard.number), shard.file)
 
     def close(self) -> None:
         pass
@@ -193,9 +193,9 @@ class _Kept:
         """Return whether a shard has an index: there, or beside the shards."""
         return self._dataset._index.get(shard) is not None
 
-    def keep(self, found: Any) -> None:
+    def keep(self, shard: Any) -> None:
         """Keep what was found in a shard."""
-        self._dataset._index.add_and_keep(found.number, found.records)
+        self._dataset._index.add_and_keep(shard.number, shard.records)
 
     def close(self) -> None:
         self._dataset.close()

@@ -270,9 +270,9 @@ def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, 
     from fastload.order.state import reading_state
     from fastload.trace.recipe import restore
 
-    found = restore(saved, url=data, storage_options=options)
+    restored = restore(saved, url=data, storage_options=options)
     with reading_state():
-        return _Made(fastload.DataLoader(**found.arguments), *found[1:])
+        return _Made(fastload.DataLoader(**restored.arguments), *restored[1:])
 
 
 def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int | None]:
@@ -331,12 +331,12 @@ def run_loader(place: str) -> Any:
 
 def _module(path: Path, place: str) -> Any:
     """Import the file as a module of its own name: `if __name__ == "__main__"` does not run."""
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None  # a file that ends in .py
-    module = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.absolute()))
     sys.modules[path.stem] = module  # where pickle looks for its classes
-    _run(lambda: found.loader.exec_module(module), path, place)
+    _run(lambda: spec.loader.exec_module(module), path, place)
     return module
 
 
@@ -346,7 +346,7 @@ def _run(function: Any, path: Path, place: str) -> Any:
     except FastloadError:
         raise
     except Exception as error:
-        lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename) == path]
+        lines = [line for line in traceback.extract_tb(error.__traceback__) if Path(line.filename) == path]
         where = f" in line {lines[-1].lineno}" if lines else ""
         raise ArgumentError(f"--loader {place!r} raised{where}: {type(error).__name__}: {error}") from error
 

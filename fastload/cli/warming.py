@@ -76,19 +76,19 @@ def find_left(warming: Warming) -> ToRead:
     """Return what the store will be asked for."""
     samples = warming.samples.tolist()
     dataset = warming.dataset
-    found: ToRead = (
+    left: ToRead = (
         dataset._left_to_warm_shards(samples) if warming.by_shard else dataset._left_to_warm(samples)
     )
     dataset.cache.close()  # the workers open it themselves
-    return found
+    return left
 
 
 def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
     """Return what this node warms, and (share, shares)."""
     if isinstance(dataset, ShardDataset):
         return share_of_shards(dataset, share)
-    samples, found = share_of(dataset, share)
-    return Warming(dataset, samples), found
+    samples, numbers = share_of(dataset, share)
+    return Warming(dataset, samples), numbers
 
 
 def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
@@ -101,7 +101,7 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
     if alone:
         return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
     try:
-        samples, found = share_of(dataset, share)
+        samples, numbers = share_of(dataset, share)
     except TypeError:
         raise ArgumentError(
             "a share of shards is a share of their samples, and they are not indexed: run fastload index "
@@ -111,7 +111,7 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
         raise ArgumentError(
             "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
         )
-    return Warming(dataset, samples), found
+    return Warming(dataset, samples), numbers
 
 
 def share_of(dataset: Any, share: tuple[int, int] | None) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
@@ -374,16 +374,16 @@ class NodesWarming:
             arguments = (self._target, self._share_of(node), self._max_age)
             lanes.append(iter([Task(_survey, arguments, f"node {node.address}", node=node)]))
         surveys: dict[Node, Survey] = {}
-        for task, found in cluster.run(lanes):
+        for task, survey in cluster.run(lanes):
             assert task.node is not None
-            if isinstance(found, Lost):
-                self._lost[task.node] = found.reason
+            if isinstance(survey, Lost):
+                self._lost[task.node] = survey.reason
                 continue
-            surveys[task.node] = found
+            surveys[task.node] = survey
             first = next(iter(surveys.values()))
-            if found.digests != first.digests:
+            if survey.digests != first.digests:
                 raise StoreError(
-                    f"node {task.node.address} lists other objects in {found.url!r} than "
+                    f"node {task.node.address} lists other objects in {survey.url!r} than "
                     f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
                     "run the command without --listing-max-age"
                 )

@@ -87,13 +87,13 @@ class DatasetTests(ReadTests):
         length = len(dataset)
         for index in (-1, -length):
             try:
-                found = self._sample(dataset, index)
+                sample = self._sample(dataset, index)
             except Exception:  # it has no negative indices, and says so
                 return
             check_same(
                 "a negative index counts from the end, as in a list, or raises an error",
                 f"the sample of index {index}",
-                found,
+                sample,
                 self._sample(dataset, length + index),
                 ("", f"by index {length + index}"),
                 "add len(self) to indices below 0, or raise IndexError for them",
@@ -268,12 +268,12 @@ class DatasetTests(ReadTests):
         where = f"len() is {len(dataset)}, and dataset[{index}]"
         remedy = "raise IndexError in __getitem__: by it `for sample in dataset` ends, which else never ends"
         try:
-            found = dataset[index]
+            sample = dataset[index]
         except IndexError:
             return
         except Exception as error:
             broken(promise, f"{where} raised {type(error).__name__}: {error}", remedy)
-        broken(promise, f"{where} gave a {type(found).__name__}", remedy)
+        broken(promise, f"{where} gave a {type(sample).__name__}", remedy)
 
     def _check_workers(self, expected: list[Contents], options: dict[str, Any], name: str) -> None:
         found = self._epoch(self.make(), **options)

@@ -49,7 +49,7 @@ class _Values(NamedTuple):
 
     def first_unlike(self, other: _Values) -> int:
         """Return the first element that is not the same in `other`, which has the same dtype and shape."""
-        mine, theirs = (np.frombuffer(one.data, np.uint8) for one in (self, other))
+        mine, theirs = (np.frombuffer(values.data, np.uint8) for values in (self, other))
         size = len(self.data) // max(1, int(np.prod(self.shape)))
         return int(np.flatnonzero(mine != theirs)[0]) // size
 
@@ -98,9 +98,9 @@ class Difference(NamedTuple):
 
 def contents(sample: Any) -> Contents:
     """Return all parts of a sample; equal for equal samples, and hashable."""
-    found: list[tuple[str, Hashable]] = []
-    _add(sample, "", found, ())
-    return tuple(found)
+    parts: list[tuple[str, Hashable]] = []
+    _add(sample, "", parts, ())
+    return tuple(parts)
 
 
 def difference(one: Contents, other: Contents) -> Difference | None:
@@ -113,9 +113,9 @@ def difference(one: Contents, other: Contents) -> Difference | None:
         if left == right:
             continue
         if isinstance(left, _Values) and isinstance(right, _Values) and left[:3] == right[:3]:
-            at = left.first_unlike(right)
-            place = [int(part) for part in np.unravel_index(at, left.shape)] if left.shape else ""
-            return Difference(f"{where}{place}", str(left.element(at)), str(right.element(at)))
+            number = left.first_unlike(right)
+            place = [int(part) for part in np.unravel_index(number, left.shape)] if left.shape else ""
+            return Difference(f"{where}{place}", str(left.element(number)), str(right.element(number)))
         return Difference(
             where, *("missing" if part is None else _told(part, left, right) for part in (left, right))
         )
@@ -128,26 +128,26 @@ def _told(part: Any, left: Any, right: Any) -> str:
     return f"{part.kind} {part}" if by_type else str(part)
 
 
-def _add(value: Any, where: str, found: list[tuple[str, Hashable]], outer: tuple[int, ...]) -> None:
+def _add(value: Any, where: str, gathered: list[tuple[str, Hashable]], outer: tuple[int, ...]) -> None:
     kind = type(value).__name__
     if id(value) in outer:
-        found.append((where, _Plain("object", "itself")))
+        gathered.append((where, _Plain("object", "itself")))
     elif isinstance(value, _PLAIN):
-        found.append((where, _Plain(kind, value)))
+        gathered.append((where, _Plain(kind, value)))
     elif isinstance(value, float):
-        found.append((where, _Plain(kind, value if value == value else "nan")))  # NaN is not equal to NaN
+        gathered.append((where, _Plain(kind, value if value == value else "nan")))  # NaN is not equal to NaN
     elif isinstance(value, _NAMED):
-        found.append((where, _Plain(kind, f"{value.__module__}.{value.__qualname__}")))
+        gathered.append((where, _Plain(kind, f"{value.__module__}.{value.__qualname__}")))
     elif (values := _values(value, kind)) is not None:
-        found.append((where, values))
+        gathered.append((where, values))
     else:
         parts = _parts(value)
         if parts is None:
-            found.append((where, _Plain("object", _by_pickle(value))))
+            gathered.append((where, _Plain("object", _by_pickle(value))))
             return
-        found.append((where, _Holder(kind, len(parts))))
+        gathered.append((where, _Holder(kind, len(parts))))
         for name, part in parts:
-            _add(part, f"{where}{name}", found, (*outer, id(value)))
+            _add(part, f"{where}{name}", gathered, (*outer, id(value)))
 
 
 def _values(value: Any, kind: str) -> _Values | None:
@@ -299,9 +299,9 @@ def _times(count: int) -> str:
     return ("not at all", "once", "twice")[count] if count < 3 else f"{count} times"
 
 
-def _shown(found: Contents) -> str:
+def _shown(sample: Contents) -> str:
     """Return a sample in a few words: its first small parts."""
-    parts = [f"{where}={part}" if where else str(part) for where, part in found]
+    parts = [f"{where}={part}" if where else str(part) for where, part in sample]
     return "the sample " + ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
 
 

@@ -35,22 +35,22 @@ def held() -> Held:
 
     What multiprocessing keeps on purpose until the end of this process does not count.
     """
-    found: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
+    resources: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
     if sys.platform != "linux":
-        return found
+        return resources
     servers, pipes = _multiprocessing_servers()
     on_linux: Held = {
         "processes": _children() - servers,
         "descriptors": {
-            told
+            described
             for fd in Path("/proc/self/fd").iterdir()
-            if int(fd.name) not in pipes and (told := _describe(fd)) is not None
+            if int(fd.name) not in pipes and (described := _describe(fd)) is not None
         },
         "shared memory": {
             path for path in Path("/dev/shm").iterdir() if path.name.startswith(_SHARED) and _is_mine(path)
         },
     }
-    return found | on_linux
+    return resources | on_linux
 
 
 def left_behind(before: Held, seconds: float, still: Callable[[], Held] = held) -> Held:

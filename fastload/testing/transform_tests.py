@@ -173,14 +173,14 @@ class TransformTests:
             if self.out is None:
                 continue
             dtype, shape = self.out
-            found = _form(result)
+            form = _form(result)
             if (
-                found is None
-                or found[0] != dtype
-                or len(found[1]) != len(shape)
-                or any(want not in (None, length) for want, length in zip(shape, found[1], strict=True))
+                form is None
+                or form[0] != dtype
+                or len(form[1]) != len(shape)
+                or any(want not in (None, length) for want, length in zip(shape, form[1], strict=True))
             ):
-                shown = type(result).__name__ if found is None else f"{found[0]} {found[1]}"
+                shown = type(result).__name__ if form is None else f"{form[0]} {form[1]}"
                 broken(
                     f"every result is {dtype} {tuple(shape)} (out)",
                     f"result {number} is {shown}",

@@ -151,12 +151,12 @@ def convert(
         output.finish(report)
 
 
-def _name(given: str | None, source: str) -> str:
+def _name(name: str | None, source: str) -> str:
     """Return NAME as it was given, or the last part of the source with other characters replaced."""
-    if given is not None:
-        if not re.fullmatch(r"[\w.-]+", given):
-            raise ArgumentError(f"--name {given!r}: give letters, digits, '_', '-' and '.' only")
-        return given
+    if name is not None:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ArgumentError(f"--name {name!r}: give letters, digits, '_', '-' and '.' only")
+        return name
     last = source.rstrip("/").rpartition("/")[2].partition("?")[0]
     return re.sub(r"[^\w.-]", "_", last.removeprefix(".")) or "data"
 

@@ -140,9 +140,9 @@ def _members(name: str, values: Any) -> dict[str, Any]:
             return {"cls": str(values[0]).encode()}
         return {f"{plain}.json": json.dumps(values.tolist()).encode()}
     if len(values) == 1:
-        found = _image_kind(values[0])
-        if found:
-            return {found if name in _IMAGE_FEATURES else f"{plain}.{found}": values[0]}
+        extension = _image_kind(values[0])
+        if extension:
+            return {extension if name in _IMAGE_FEATURES else f"{plain}.{extension}": values[0]}
         return {plain: values[0]}
     return {f"{plain}.{number}": value for number, value in enumerate(values)} or {f"{plain}.json": b"[]"}
 

@@ -134,8 +134,8 @@ class ShardSet:
                 f"({', '.join(other)}): they are not overwritten; give another --name or destination"
             )
         for shard in (WrittenShard(**shard) for shard in document["shards"]):
-            found = present.get(shard.name)
-            if found is None or found.size != shard.bytes or index_name(shard.name) not in present:
+            info = present.get(shard.name)
+            if info is None or info.size != shard.bytes or index_name(shard.name) not in present:
                 return
             self.shards.append(shard)
         self.complete = document["complete"]

@@ -18,6 +18,7 @@ from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import FORMS, Sample, split_name
 from fastload.cli.data_source import FOLDER, INDEXABLE, OBJECTS, dataset_class, find_kind
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.store import Store
 from fastload.store.manifest import Manifest
@@ -195,7 +196,7 @@ class Records:
         self.total_bytes = listed.total_bytes()
         self.fingerprint = listed.digest
         shuffle = {"seed": seed or 0, "epoch": 0, "shuffle": seed is not None}
-        self._streams = self._dataset._streams()
+        self._streams: Any = view_of(self._dataset).streams()
         (self.position,) = self._streams.plan_streams(1, **shuffle, rank=0, ranks=1)
         self._plan, self._limit = self.position["plan"], shard_size
         self._stream: Any = None

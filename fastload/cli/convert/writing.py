@@ -146,12 +146,12 @@ class NodesWriting:
         source, shards = self._source, self._shards
         starts = source.starts()
         packed, listing = source.packed()
-        listed, given = self._cluster.share(listing), shards.unfilled()
+        listed, target = self._cluster.share(listing), shards.unfilled()
         tasks = iter(
             [
                 Task(
                     _write_shard,
-                    (packed, listed, given, number, starts[number], source.fingerprint),
+                    (packed, listed, target, number, starts[number], source.fingerprint),
                     f"shard {shards.file_name(number)}",
                 )
                 for number in range(len(shards.shards), len(starts))
@@ -166,10 +166,10 @@ class NodesWriting:
 
     def verify(self, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
         """Return as `shard_set.verify` does."""
-        present, given = self._shards.present(), self._shards.unfilled()
+        present, target = self._shards.present(), self._shards.unfilled()
         tasks: Iterator[Task] = iter(
             [
-                Task(_verify_shard, (given, present.get(shard.name), shard), f"shard {shard.name}")
+                Task(_verify_shard, (target, present.get(shard.name), shard), f"shard {shard.name}")
                 for shard in self._shards.shards
             ]
         )

@@ -126,8 +126,8 @@ def find_rclone() -> Path | None:
     beside = Path(sys.executable).parent / "rclone"
     if beside.exists():
         return beside
-    found = shutil.which("rclone")
-    return Path(found) if found else None
+    in_path = shutil.which("rclone")
+    return Path(in_path) if in_path else None
 
 
 @contextmanager
@@ -197,9 +197,9 @@ def _write_round_trip(board: int, seconds: float) -> None:
 def _started(child: Child, pattern: re.Pattern[str], who: str) -> re.Match[str]:
     """Wait until the output of `child` matches; an error with its output if it ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
-    while not (found := pattern.search(child.said())):
+    while not (match := pattern.search(child.said())):
         if child.process.poll() is not None or time.monotonic() > deadline:
             why = " ".join(child.said().split()) or f"no output within {START_SECONDS:.0f} s"
             raise StoreError(f"{who} did not start: {why}", stage="")
         time.sleep(0.01)
-    return found
+    return match

@@ -188,7 +188,7 @@ def probe_modes(
         if not isinstance(codec, kind):  # not available here
             continue
         records, encode_cpu = timed(partial(_record, codec), payloads)
-        samples = [codec.open(load(one) if codec.packs else one) for one in records]
+        samples = [codec.open(load(record) if codec.packs else record) for record in records]
         if not samples:
             _record(codec, payloads[0])  # raises the reason: damage, or a format that needs Pillow
             raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
