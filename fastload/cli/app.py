@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm
+from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm, warm_report
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import flatten_options
 from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
@@ -99,7 +99,7 @@ app = typer.Typer(
 _COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
     (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
     (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
-    (warm.warm, warm.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
+    (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
     (
         plan.plan,
         plan.PlanReport,

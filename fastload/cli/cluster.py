@@ -105,8 +105,9 @@ class Cluster:
     def __init__(self, address: str) -> None:
         self.address, self.redone = address, 0
         self._flights: dict[Any, _Flight] = {}  # by Ray's stream of what the task says
-        for name, value in _ONE_TRY.items() if address != "local" else ():
-            os.environ.setdefault(name, value)
+        if address != "local":
+            for name, value in _ONE_TRY.items():
+                os.environ.setdefault(name, value)
         try:
             import ray
         except ImportError as error:

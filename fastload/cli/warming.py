@@ -23,7 +23,7 @@ from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.measurement import Bar, Bars, Rate
 from fastload.cli.plan.prices import Prices
 from fastload.cli.report import Output
-from fastload.cli.warm import (
+from fastload.cli.warm_report import (
     Failure,
     Filled,
     Held,

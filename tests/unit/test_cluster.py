@@ -18,7 +18,7 @@ from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
 from fastload.cli.command_options import CacheOptions
 from fastload.cli.data_source import SourceOptions
-from fastload.cli.warm import Target
+from fastload.cli.warm_report import Target
 from fastload.errors import ArgumentError
 
 

@@ -242,4 +242,5 @@ class CopiedRecords(Examples):
 
 
 Form = Members | Examples
-FORMS: Mapping[str, Form] = {form.format.name: form for form in (Members(), Examples())}
+_FORMS: tuple[Form, ...] = (Members(), Examples())
+FORMS: Mapping[str, Form] = {form.format.name: form for form in _FORMS}

@@ -252,7 +252,7 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> ServedEpoch:
     paths = random.Random(0).sample(
         paths, min(settings.images, max(4, 2 * settings.num_workers) * BATCH_SIZE)
     )
-    dataset = S3fsImages(
+    dataset: Any = S3fsImages(
         [f"{bucket.name}/{path.parent.name}/{path.name}" for path in paths],
         [int(path.parent.name.removeprefix("class_")) for path in paths],
         SIZE,

@@ -181,7 +181,7 @@ def _predict(
     disk = None if cache is None else probe_disk(cache)
     settings.kind = find_kind(settings.url, options, source.kind)
     kept = {"short_side": settings.short_side, "quality": settings.quality}
-    asked = {"objects": objects, "size": settings.size, "cache": kept}
+    asked: dict[str, Any] = {"objects": objects, "size": settings.size, "cache": kept}
     if settings.kind in INDEXABLE:
         probe = probe_shards(settings.url, settings.kind, options, workers=settings.num_workers, **asked)
     else:
