@@ -63,7 +63,7 @@ class Shape:
         self._structure = self._named(fields, None, "fields", name_of)
 
     def sample(self, values: Mapping[str, Any]) -> Any:
-        """Return the values of one sample in its structure: tuples for tuples and lists, dicts for mappings."""
+        """Return a sample of these values: tuples for tuples and lists, dicts for mappings."""
         return _sample(self._structure, values)
 
     def batch(self, columns: Mapping[str, Any]) -> Any:

@@ -139,7 +139,7 @@ class StoreDataset(Dataset[Any]):
         self._transform = transform
 
     def key(self, index: int) -> str:
-        """Return the object key of a sample, relative to `url`; of a record in a shard with its offset there."""
+        """Return the object key of a sample, relative to `url`; of a record, with its offset in the shard."""
         return self._name(self._record(index))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]] | None:
@@ -275,7 +275,7 @@ class StoreDataset(Dataset[Any]):
         """Return a number for each sample: of its key and version, wherever it is stored or cached."""
 
     def _records(self, indices: Iterable[int]) -> NDArray[np.int64]:
-        """Return the number by which each sample draws its random numbers: the same, whatever its index is."""
+        """Return the number by which each sample draws its random numbers, whatever its index is."""
         records = np.fromiter(map(operator.index, indices), np.int64)
         records %= len(self)  # type: ignore[arg-type]
         return records
@@ -412,7 +412,7 @@ class StoreDataset(Dataset[Any]):
         return lambda payload, record: encode(payload)
 
     def _get(self, record: int) -> Any:
-        """Return what the prefetcher has of a record; an error of reading or preparing it carries its name."""
+        """Return what the prefetcher has of a record; an error carries the name of the record."""
         try:
             return self._prefetchers.get().get(record)
         except FastloadError as error:

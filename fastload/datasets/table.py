@@ -181,7 +181,7 @@ class TableDataset(StoreDataset):
         return f"{type(self).__name__}({where}{self._count:,} samples, fields={self.fields!r}{cache})"
 
     def key(self, index: int) -> str:
-        """Return the key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
+        """Return the key of a sample's first object, relative to `url`; without objects "row N"."""
         return super().key(index)
 
     def _payload(self, index: int) -> list[Any]:

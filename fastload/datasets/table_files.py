@@ -217,7 +217,7 @@ def _is_large(column: Any) -> bool:
 
 
 def _dates_as_text(schema: Any) -> dict[str, Any]:
-    """Return column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
+    """Return column -> its type with text in place of dates, where Arrow took text for dates."""
     return {field.name: kind for field in schema if (kind := _undated(field.type)) != field.type}
 
 

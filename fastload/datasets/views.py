@@ -125,7 +125,7 @@ class StreamDataset(Protocol):
         """
 
     def open_stream(self, state: dict[str, Any]) -> SampleStream:
-        """Return the stream from `state` on. Called in the process that reads it; several may be open there."""
+        """Return the stream from `state` on, in the process that reads it; several may be open there."""
 
     def known_indexes(self) -> dict[int, bytes]:
         """Return shard -> its index in bytes, of all shards that are indexed; to be sent to other ranks."""
@@ -273,7 +273,7 @@ class View(ABC):
         """
 
     def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
-        """Return key -> indices of the samples that have it; None where only a look at the keys of all tells."""
+        """Return key -> indices of the samples that have it; None: only a look at all keys tells."""
         return None
 
     def key(self, index: Any) -> str | None:

@@ -295,7 +295,7 @@ def _view_by(home: type, dataset: Any) -> View:
 
 
 def _offers_prefetch(dataset: Any) -> bool:
-    """Return whether a dataset has a method `prefetch(indices)`. With another signature it is something else."""
+    """Return whether a dataset has a method `prefetch(indices)`; another signature is something else."""
     method = getattr(type(dataset), "prefetch", None)
     if not callable(method) or isinstance(dataset, IterableDataset):
         return False
@@ -371,7 +371,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Return (name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
+    """Return (name, value) of its attributes, and of the items of short lists, tuples and dicts in them."""
     attributes: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):  # a class with __slots__ alone
         attributes |= object.__getattribute__(holder, "__dict__")

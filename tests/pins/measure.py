@@ -42,7 +42,7 @@ _SHORT = 48  # characters of an entry of a state
 
 def keys_of(dataset: Any, index: int) -> list[bytes]:
     """Return the keys under which the cache has a sample; of a wrapper, a sample of what it holds first."""
-    while not hasattr(dataset, "cache_keys"):
+    while not hasattr(dataset, "_cache_keys"):
         parts = getattr(dataset, "datasets", None)
         dataset = parts[0] if parts else dataset.dataset
     return list(dataset._cache_keys(index))

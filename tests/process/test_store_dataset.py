@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fastload import CenterCrop, DataLoader, ObjectDataset, TarDataset
+from fastload import CenterCrop, DataLoader, ImageFolder, ObjectDataset, TableDataset, TarDataset
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from tests.patience import wait_until
-from tests.sharddata import TOTAL, shards, write
+from tests.sharddata import TOTAL, jpeg, shards, write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 6
@@ -35,6 +35,36 @@ class KeepsItsState(ObjectDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def test_a_dataset_shows_what_its_user_needs(folder: Path, tmp_path: Path) -> None:
+    """About fifteen names; what the engine calls begins with an underscore."""
+    objects = ObjectDataset(str(folder))
+    photos = ImageFolder(write(tmp_path / "photos", {"cat/0.jpg": jpeg(0)}))
+    records = TarDataset(write(tmp_path / "shards", shards("tar", index=True)))
+    table = TableDataset([{"number": 1}], "number")
+
+    def shown(dataset: Any) -> set[str]:
+        return {name for name in dir(dataset) if not name.startswith("_")}
+
+    every = {
+        "cache",
+        "close",
+        "contains",
+        "counters",
+        "decode",
+        "find",
+        "key",
+        "prefetch",
+        "transform",
+        "url",
+        "warm",
+    }
+    assert shown(objects) == every | {"listing", "on_change"}
+    labels = {"class_to_idx", "classes", "imgs", "samples", "target_transform", "targets"}
+    assert shown(photos) == shown(objects) | labels
+    assert shown(records) == every | {"shards"}
+    assert shown(table) == every | {"fields", "on_change"}
 
 
 def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
