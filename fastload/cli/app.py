@@ -11,7 +11,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm, warm_report
+from fastload.cli import (
+    bench,
+    cache,
+    convert,
+    demo,
+    doctor,
+    index,
+    plan,
+    prove,
+    replay,
+    trial,
+    warm,
+    warm_report,
+)
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import flatten_options
 from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
@@ -44,6 +57,12 @@ class _Command(TyperCommand):
             if word == RAY_FLAG and (place + 1 == len(args) or args[place + 1].startswith("-")):
                 args[place] = f"{RAY_FLAG}=auto"
         return super().parse_args(ctx, args)
+
+
+class _ScriptCommand(TyperCommand):
+    """A command with a script, behind which all is the script's, options too."""
+
+    allow_interspersed_args = False
 
 
 class _App(TyperGroup):
@@ -99,6 +118,7 @@ app = typer.Typer(
 _COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
     (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
     (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
+    (trial.try_script, trial.TryReport, "fastload try --seconds 60 train.py --epochs 1"),
     (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
     (
         plan.plan,
@@ -124,7 +144,8 @@ REPORTS = {report.command: report for _, report, _ in _COMMANDS}
 for _function, _report, _line in _COMMANDS:
     _parent, _, _name = _report.command.rpartition(" ")
     _group = cache.app if _parent else app
-    _group.command(_name, cls=_Command, epilog=_example(_line))(flatten_options(_function))
+    _class = _ScriptCommand if _report is trial.TryReport else _Command
+    _group.command(_name, cls=_class, epilog=_example(_line))(flatten_options(_function))
 app.add_typer(cache.app, name="cache")
 
 

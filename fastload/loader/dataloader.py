@@ -19,11 +19,14 @@ from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.argument_checks import (
+    ASKED_BY_PREPARE,
     check_log,
     check_own,
     check_threads,
     warn_of_an_empty_epoch,
     warn_of_lone_reads,
+    warn_of_prepare,
+    warn_of_ray,
 )
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
@@ -215,6 +218,15 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             warn_of_lone_reads(dataset)
         if drop_last:
             warn_of_an_empty_epoch(self)
+        if torch.utils.data.DataLoader is not DataLoader:  # else frameworks make fastload's
+            warn_of_ray(self)
+
+    if not TYPE_CHECKING:  # which would take every name for one of the loader's
+
+        def __getattr__(self, name: str) -> Any:
+            if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
+                warn_of_prepare()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
