@@ -124,9 +124,10 @@ class CacheOptions:
         """Return the cache in a directory."""
         import fastload
 
+        mode: Any = str(self.mode)  # not the member of an enumeration
         return fastload.Cache(
             directory,
-            str(self.mode),
+            mode,
             size_limit=self.size_limit,
             short_side=self.short_side,
             quality=self.quality,

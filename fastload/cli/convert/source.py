@@ -195,9 +195,12 @@ class Records:
         self.kind, self.url, self.identity = kind, listed.store.url, listed.store.identity
         self.total_bytes = listed.total_bytes()
         self.fingerprint = listed.digest
-        shuffle = {"seed": seed or 0, "epoch": 0, "shuffle": seed is not None}
-        self._streams: Any = view_of(self._dataset).streams()
-        (self.position,) = self._streams.plan_streams(1, **shuffle, rank=0, ranks=1)
+        view: Any = view_of(self._dataset)
+        self._streams: Any = view.streams()
+        (plan,) = self._streams.plan_streams(
+            1, seed=seed or 0, epoch=0, shuffle=seed is not None, rank=0, ranks=1
+        )
+        self.position: Any = plan
         self._plan, self._limit = self.position["plan"], shard_size
         self._stream: Any = None
         self._next: int | None = None  # the first record of the part at `position`
