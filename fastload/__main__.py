@@ -1,4 +1,4 @@
-"""`python -m fastload`: the command line."""
+"""`python -m fastload`: the command line, or a script."""
 
 from fastload.cli import main
 

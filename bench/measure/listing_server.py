@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from bench.data import ROOT
 from fastload.cli.demo.photos import make_photo
-from fastload.cli.demo.tether import tethered
+from fastload.cli.demo.s3_server import tethered
 from fastload.datasets.image_folder import ReadOnlyList
 
 __all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]

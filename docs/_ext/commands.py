@@ -76,7 +76,10 @@ def _described(path: str) -> str:
     found = command(path)
     arguments = [one for one in found.params if not one.opts[0].startswith("-")]
     options = [one for one in found.params if one.opts[0].startswith("-")]
-    usage = " ".join(["fastload", path, *(one.metavar for one in arguments), "[OPTIONS]"])
+    words = [*(one.metavar for one in arguments), "[OPTIONS]"]
+    usage = " ".join(
+        ["fastload", path, *(words if found.allow_interspersed_args else words[-1:] + words[:-1])]
+    )
     example = re.sub(r"\[/?\w*\]", "", found.epilog).removeprefix("Example:").strip()
     rows = [f"| {_name(one)} | {_default(one)} | {_cell(one.help)} |" for one in (*arguments, *options)]
     return "\n".join(

@@ -10,7 +10,7 @@ pulls them, and `remote` does both during a training.
 """
 
 from fastload.cache.cache import Cache, as_cache
-from fastload.cache.keys import Digest
+from fastload.cache.index import Digest
 from fastload.cache.maintenance import Report
 from fastload.cache.segment import Entry
 

@@ -17,7 +17,7 @@ from fastload.cache import maintenance
 from fastload.cache.access import Access
 from fastload.cache.codecs import CODECS, CacheCodec, Mode
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
-from fastload.cache.keys import Digest, add_parts, first_digest
+from fastload.cache.index import Digest, add_parts, first_digest
 from fastload.cache.maintenance import Report
 from fastload.cache.segment import (
     FORMAT,

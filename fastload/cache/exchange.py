@@ -27,7 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Annotated, Any, NamedTuple, TypeAlias
 
 import lmdb
 import numpy as np
@@ -57,16 +57,11 @@ _SMALLEST_PACK = 8 << 20
 class Pushed:
     """What a push did, as far as it has come."""
 
-    records: int = 0
-    """Records that it published."""
-    bytes: int = 0
-    """Bytes of their payloads."""
-    packs: int = 0
-    """Objects that it wrote."""
-    present: int = 0
-    """Records that were published already."""
-    bad_entries: int = 0
-    """Records that could not be read, or were not as they were written. They are not published."""
+    records: Annotated[int, "records published now"] = 0
+    bytes: Annotated[int, "bytes of their payloads"] = 0
+    packs: Annotated[int, "objects written"] = 0
+    present: Annotated[int, "records that were published already"] = 0
+    bad_entries: Annotated[int, "records that are damaged on this disk, and were left out"] = 0
 
 
 def push(

@@ -11,12 +11,24 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, warm, warm_report
+from fastload.cli import (
+    bench,
+    cache,
+    convert,
+    demo,
+    doctor,
+    index,
+    plan,
+    prove,
+    replay,
+    trial,
+    warm,
+    warm_report,
+)
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import flatten_options
-from fastload.cli.output import JSON_FLAG, error_document, write_document
-from fastload.cli.report import Report
-from fastload.errors import address
+from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
+from fastload.errors import DOCS, address
 from fastload.printable import printable
 
 _HELP = address("argumenterror")
@@ -28,14 +40,29 @@ class _Command(TyperCommand):
     """A command whose usage line shows an argument as URL instead of {url}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the arguments in the usage line."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options; flags, which take no value, show none."""
+        parameters = super().get_params(ctx)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """--ray alone is the cluster of this machine: Typer has no options with an optional value."""
-        for at, word in reversed(list(enumerate(args))):
-            if word == RAY_FLAG and (at + 1 == len(args) or args[at + 1].startswith("-")):
-                args[at] = f"{RAY_FLAG}=auto"
+        """Take --ray alone as the cluster of this machine: Typer has no options with an optional value."""
+        for place, word in reversed(list(enumerate(args))):
+            if word == RAY_FLAG and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                args[place] = f"{RAY_FLAG}=auto"
         return super().parse_args(ctx, args)
+
+
+class _ScriptCommand(TyperCommand):
+    """A command with a script, behind which all is the script's, options too."""
+
+    allow_interspersed_args = False
 
 
 class _App(TyperGroup):
@@ -67,9 +94,11 @@ class _App(TyperGroup):
                 )
             raise
         except typer.Abort:
+            why = "no answer: give --yes"
             if self._as_json:
-                write_document(error_document("Abort", "argument", "no answer: give --yes", None, _HELP))
-            raise
+                write_document(error_document("Abort", "argument", why, None, _HELP))
+            typer.echo(f"fastload: {why}", err=True)
+            raise typer.Exit(1) from None
 
 
 def _example(line: str) -> str:
@@ -78,6 +107,7 @@ def _example(line: str) -> str:
 
 app = typer.Typer(
     help="A drop-in torch DataLoader for object stores, with a first-epoch cache on local SSD.",
+    epilog=f"Docs: {DOCS}",
     cls=_App,
     no_args_is_help=True,
     add_completion=False,
@@ -88,6 +118,7 @@ app = typer.Typer(
 _COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
     (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
     (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
+    (trial.try_script, trial.TryReport, "fastload try --seconds 60 train.py --epochs 1"),
     (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
     (
         plan.plan,
@@ -113,7 +144,8 @@ REPORTS = {report.command: report for _, report, _ in _COMMANDS}
 for _function, _report, _line in _COMMANDS:
     _parent, _, _name = _report.command.rpartition(" ")
     _group = cache.app if _parent else app
-    _group.command(_name, cls=_Command, epilog=_example(_line))(flatten_options(_function))
+    _class = _ScriptCommand if _report is trial.TryReport else _Command
+    _group.command(_name, cls=_class, epilog=_example(_line))(flatten_options(_function))
 app.add_typer(cache.app, name="cache")
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
 from fastload.cli.data_source import DataUrl, Images, SourceOptions, find_kind, open_images
-from fastload.cli.measurement import Bars
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.report import Lines, MeasuredEpoch, MeasuredReport, dimmed
+from fastload.cli.measurement import Bars, measure_epoch
+from fastload.cli.report import JsonOption, Lines, MeasuredEpoch, MeasuredReport, Output, answering, dimmed
 from fastload.metrics.units import format_size
 
 # The parts of the time of the workers and of the trainer.
@@ -37,7 +35,7 @@ class Settings:
     kind: Annotated[str, "what lies there: the name of a [kind of data](cli.md#kinds-of-data)"]
     images: Annotated[int, "images of an epoch"]
     image_bytes: Annotated[int, "their mean size, encoded"]
-    cache: Path | None
+    cache: str | None
     mode: Annotated[str | None, "of the cache, or null"]
     num_workers: int
     batch_size: int
@@ -94,7 +92,7 @@ def bench(
     cached: CacheOptions,
     store: StoreOptions,
     cache: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A cache directory. Epoch 1 fills it.")
+        str | None, typer.Option(metavar="DIR", help="A cache directory. Epoch 1 fills it.")
     ] = None,
     num_workers: NumWorkers = CORES,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images in a batch.")] = 64,
@@ -123,7 +121,7 @@ def bench(
                     images=images,
                     image_bytes=round(measured[0].bytes / images),
                     cache=cache,
-                    mode=None if kept is None else cached.mode.value,
+                    mode=None if kept is None else str(cached.mode),
                     num_workers=num_workers,
                     batch_size=batch_size,
                     size=size,
@@ -139,23 +137,10 @@ def _measure(
 ) -> list[MeasuredEpoch]:
     """Run the epochs one after the other."""
     import fastload
-    from fastload.cli.measurement import measure_epoch, stage_counters
-    from fastload.metrics.bottleneck import explain_bottleneck
 
-    loader: Any = fastload.DataLoader(source.dataset, batch_size, shuffle=True, num_workers=num_workers)
-    results = []
+    loader = fastload.DataLoader(source.dataset, batch_size, shuffle=True, num_workers=num_workers)
     with Bars(output.console) as bars:
-        for number in range(1, epochs + 1):
-            before = loader.stats()["counters"]
-            bar = bars.add(f"epoch {number}", source.length)
-            epoch = measure_epoch(loader, bar.update)
-            counters = stage_counters(before, loader.stats()["counters"])
-            rates = epoch.rates(_image_bytes(counters) * epoch.images)
-            results.append(MeasuredEpoch(**rates, counters=counters, verdict=explain_bottleneck(counters)))
-    return results
-
-
-def _image_bytes(counters: dict[str, float]) -> float:
-    """The mean size of the encoded images that were read."""
-    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
-    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
+        return [
+            measure_epoch(loader, bars.add(f"epoch {number}", source.length).update)
+            for number in range(1, epochs + 1)
+        ]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
+from fastload.cache import exchange
 from fastload.cli.command_options import SizeLimit, StoreOptions
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.report import Lines, Report, styled
+from fastload.cli.report import JsonOption, Lines, Output, Report, answering, styled
 from fastload.errors import NotFoundError
 from fastload.metrics.units import format_size
 from fastload.printable import printable
@@ -22,7 +21,7 @@ app = typer.Typer(help="Inspect, verify, empty, publish or fetch a cache directo
 
 _NO_CACHE = "no cache here: give the path of fastload.Cache"
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory given to fastload.Cache.")]
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="The directory given to fastload.Cache.")]
 PacksUrl = Annotated[
     str, typer.Argument(metavar="URL", help="A prefix for packs alone: s3://bucket/cache, a path, ...")
 ]
@@ -36,7 +35,7 @@ def _progress(output: Output, name: str) -> Iterator[Callable[[int, int], None]]
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _existing(directory: Path) -> Any:
+def _existing(directory: str) -> Any:
     """Return the cache in a directory. Raises `NotFoundError` where there is none."""
     import fastload
 
@@ -99,10 +98,7 @@ class InfoReport(Report):
         yield from map(str, self.sources)
         if self.entries:
             dct = f"about {self.dct_share:.0%}" if self.dct_share else "none"
-            yield (
-                f"  modes: {dct} of the entries hold images as mode 'dct' keeps them; the others' are not "
-                "recorded, and a dataset finds only the records of its own cache mode"
-            )
+            yield f"  {dct} of the entries are images of mode 'dct'; a dataset finds those of its mode only"
         yield f"free on its disk: {format_size(self.disk_free)}"
 
 
@@ -189,8 +185,8 @@ def check(
     with answering(as_json) as output:
         cache = _existing(directory)
         with _progress(output, "verifying") as progress:
-            found = cache.check(fix, progress=progress)
-        output.finish(CheckReport(path=str(directory), **found.as_dict()))
+            report = cache.check(fix, progress=progress)
+        output.finish(CheckReport(path=directory, **report.as_dict()))
 
 
 # --- clear
@@ -233,24 +229,19 @@ def clear(
         question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
         done = yes or not held["entries"] or typer.confirm(printable(question), err=True)
         freed = cache.clear() if done else 0
-        output.finish(ClearReport(path=str(directory), bytes_freed=freed, done=done, exists=held["exists"]))
+        output.finish(ClearReport(path=directory, bytes_freed=freed, done=done, exists=held["exists"]))
 
 
 # --- push and pull
 
 
 @dataclass(kw_only=True)
-class PushReport(Report):
+class PushReport(exchange.Pushed, Report):
     """What was published."""
 
     command = "cache push"
     path: Annotated[str, "the directory"]
     url: Annotated[str, "where its records are published"]
-    records: Annotated[int, "records published now"]
-    bytes: Annotated[int, "bytes of their payloads"]
-    packs: Annotated[int, "objects written"]
-    present: Annotated[int, "records that were published already"]
-    bad_entries: Annotated[int, "records that are damaged on this disk, and were left out"]
 
     @property
     def exit_code(self) -> int:
@@ -272,17 +263,18 @@ def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: Jso
     for a race of two nodes. After an interruption, run the same command again.
     """
     import fastload
-    from fastload.cache.exchange import push as publish
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())
         cache = _existing(directory)
         with _progress(output, "pushing") as progress:
             try:
-                done = publish(cache, store, lambda now, total: progress(now.records + now.present, total))
+                done = exchange.push(
+                    cache, store, lambda now, total: progress(now.records + now.present, total)
+                )
             finally:
                 cache.close()
-        output.finish(PushReport(path=str(directory), url=store.url, **asdict(done)))
+        output.finish(PushReport(path=directory, url=store.url, **vars(done)))
 
 
 @dataclass(kw_only=True)
@@ -333,16 +325,15 @@ def pull(
     pack is damaged; the records of all others are in the cache.
     """
     import fastload
-    from fastload.cache.exchange import pull as fetch
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())
         cache = fastload.Cache(directory, size_limit=size_limit)
         with _progress(output, "pulling") as progress:
             try:
-                done = asdict(fetch(cache, store, progress))
+                done = asdict(exchange.pull(cache, store, progress))
             finally:
                 cache.close()
         del done["settled"]
         faults = [PackFault(pack=name, fault=fault) for name, fault in done.pop("damaged").items()]
-        output.finish(PullReport(path=str(directory), url=store.url, **done, faults=faults))
+        output.finish(PullReport(path=directory, url=store.url, **done, faults=faults))

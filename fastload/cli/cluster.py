@@ -54,14 +54,14 @@ class Node(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A slice.
+    """A slice: what a node runs.
 
     Args:
         run: a function of a module that the nodes have too.
         arguments: of the function; Ray's references among them arrive as values.
-        name: of the slice, for errors.
-        cpus: that Ray reserves for it.
-        node: the node that has to do it; None: any.
+        name: name of the slice, for errors.
+        cpus: CPUs that Ray reserves for it.
+        node: node that has to do it; None: any.
     """
 
     run: Callable[..., Any]
@@ -79,13 +79,7 @@ class Lost(NamedTuple):
 
 @dataclass
 class _Flight:
-    """A task that Ray has.
-
-    Args:
-        since: when it was given to Ray.
-        tried: how many times.
-        runs: it has its CPUs.
-    """
+    """A task that Ray has; `runs`: it has its CPUs."""
 
     task: Task
     lane: Iterator[Task]
@@ -110,6 +104,7 @@ class Cluster:
 
     def __init__(self, address: str) -> None:
         self.address, self.redone = address, 0
+        self._flights: dict[Any, _Flight] = {}  # by Ray's stream of what the task says
         if address != "local":
             for name, value in _ONE_TRY.items():
                 os.environ.setdefault(name, value)
@@ -123,24 +118,20 @@ class Cluster:
         self._connect(address)
         try:
             self.nodes = sorted(
-                Node(found["NodeManagerAddress"], int(found["Resources"]["CPU"]), found["NodeID"])
-                for found in ray.nodes()
-                if found["Alive"] and found["Resources"].get("CPU", 0) >= 1
+                Node(node["NodeManagerAddress"], int(node["Resources"]["CPU"]), node["NodeID"])
+                for node in ray.nodes()
+                if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
             )
             self._check_nodes()
         except BaseException:
-            self.close()
+            ray.shutdown()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the connection. Ray ends the tasks that still run."""
-        self._ray.shutdown()
+        self._ray.shutdown()  # which ends the tasks that still run
 
     def share(self, value: Any) -> Any:
         """Return a reference to a value that many tasks take: it is sent to each node once.
@@ -151,45 +142,42 @@ class Cluster:
         return self._ray.put(value)
 
     def run(self, lanes: Iterable[Iterator[Task]], within: float | None = None) -> Iterator[tuple[Task, Any]]:
-        """(task, outcome) as tasks end; `Lost` if the task's node is gone.
+        """Yield (task, outcome) as tasks end; `Lost` if the task's node is gone.
 
         Tasks wait without a deadline for CPUs that other work holds; a warning says so.
 
         Args:
             lanes: each has one task in flight. The same iterator may stand in several of them.
-            within: all must have ended after so many seconds.
+            within: seconds after which all must have ended.
 
         Raises:
             FastloadError: what the task raised.
             WorkerError: a slice lost its process again and again, or not all have ended in time.
         """
-        flights: dict[Any, _Flight] = {}
-        start, warned = time.monotonic(), False
+        flights, start, warned = self._flights, time.monotonic(), False
         try:
             for lane in lanes:
-                self._start_next(lane, flights)
+                self._start_next(lane)
             while flights:
-                ready, _ = self._ray.wait(list(flights), timeout=_POLL_SECONDS)
-                for stream in ready:
-                    if (outcome := self._look(stream, flights)) is None:
-                        continue
-                    flight = flights.pop(stream)
-                    yield flight.task, outcome[0]
-                    self._start_next(flight.lane, flights)
+                for stream in self._ray.wait(list(flights), timeout=_POLL_SECONDS)[0]:
+                    flight = flights[stream]
+                    if (outcome := self._look(stream, flight)) is not None:
+                        yield flight.task, outcome[0]
+                        self._start_next(flight.lane)
                 if within is not None and time.monotonic() - start > within:
                     silent = ", ".join(flight.task.name for flight in flights.values())
                     raise WorkerError(
                         f"{silent}: no answer in {within:.0f} s: see `ray status`, and run the command again"
                     )
-                warned = warned or _warn_of_waiting(flights)
+                warned = warned or self._warn_of_waiting()
         finally:
-            self._cancel(list(flights))
+            self._cancel()
 
-    def _start_next(self, lane: Iterator[Task], flights: dict[Any, _Flight]) -> None:
+    def _start_next(self, lane: Iterator[Task]) -> None:
         if (task := next(lane, None)) is not None:
-            self._start(_Flight(task, lane, time.monotonic()), flights)
+            self._start(_Flight(task, lane, time.monotonic()))
 
-    def _start(self, flight: _Flight, flights: dict[Any, _Flight]) -> None:
+    def _start(self, flight: _Flight) -> None:
         task = flight.task
         options: dict[str, Any] = {"num_cpus": task.cpus, "max_retries": 0, "name": task.run.__name__}
         if task.node is not None:
@@ -197,16 +185,15 @@ class Cluster:
 
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(task.node.id, soft=False)
         remote = self._ray.remote(num_returns="streaming", **options)(_run_aloud)
-        flights[remote.remote(task.run, *task.arguments)] = flight
+        self._flights[remote.remote(task.run, *task.arguments)] = flight
 
-    def _look(self, stream: Any, flights: dict[Any, _Flight]) -> tuple[Any] | None:
-        """(outcome,) if the task has ended; None: it has begun, or begins again."""
+    def _look(self, stream: Any, flight: _Flight) -> tuple[Any] | None:
+        """Return (outcome,) if the task has ended; None: it has begun, or begins again."""
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskUnschedulableError
 
-        flight = flights[stream]
         task = flight.task
         try:
-            found = self._ray.get(next(stream))
+            said = self._ray.get(next(stream))
         except RayTaskError as error:
             if isinstance(error.cause, FastloadError):
                 raise error.cause from None
@@ -217,25 +204,42 @@ class Cluster:
                 ) from None
             raise
         except RayError as error:
-            reason = _line(error)
+            del self._flights[stream]
             if task.node is not None and isinstance(error, NodeDiedError | TaskUnschedulableError):
-                return (Lost(reason),)
+                return (Lost(_line(error)),)
             if flight.tried == TRIES:
                 raise WorkerError(
                     f"{task.name}: its process died {TRIES} times, at last by {type(error).__name__} "
-                    f"({reason}): see Ray's logs of the node, then run the same command to resume"
+                    f"({_line(error)}): see Ray's logs of the node, then run the same command to resume"
                 ) from error
             self.redone += 1
-            again = flights.pop(stream)
-            self._start(_Flight(task, again.lane, time.monotonic(), again.tried + 1), flights)
+            self._start(_Flight(task, flight.lane, time.monotonic(), flight.tried + 1))
             return None
         if not flight.runs:
             flight.runs = True
             return None
-        return (found,)
+        del self._flights[stream]
+        return (said,)
 
-    def _cancel(self, streams: list[Any]) -> None:
+    def _warn_of_waiting(self) -> bool:
+        """Return whether tasks have waited for long, and say so."""
+        now = time.monotonic()
+        waiting = [
+            each for each in self._flights.values() if not each.runs and now - each.since > WAIT_SECONDS
+        ]
+        if waiting:
+            warnings.warn(
+                f"{len(waiting)} of {len(self._flights)} slices have waited for {WAIT_SECONDS:.0f} s for "
+                f"CPUs that other work of the cluster holds; the first is {waiting[0].task.name}. They begin "
+                "when CPUs are free: `ray status` shows the use, and Ctrl-C ends this command",
+                stacklevel=3,
+            )
+        return bool(waiting)
+
+    def _cancel(self) -> None:
         """End the tasks in flight by KeyboardInterrupt, so that they write what they have read."""
+        streams = list(self._flights)
+        self._flights.clear()
         for stream in streams:
             self._ray.cancel(stream, force=False)
         deadline = time.monotonic() + _CANCEL_SECONDS
@@ -263,34 +267,27 @@ class Cluster:
                 ) from error
         try:
             self._ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError) as error:
             raise ArgumentError(
                 f"--ray {address!r}: no Ray cluster let this process in ({_line(error)}): start one by "
-                "`ray start --head`, give the cluster's token in RAY_AUTH_TOKEN, or give --ray local"
-            ) from error
-        except RuntimeError as error:
-            text = " ".join(str(error).split())
-            if "Version mismatch" not in text:
-                raise
-            raise ArgumentError(
-                f"--ray {address!r}: {text}; install the cluster's versions here, or run the command there "
-                "by `ray job submit`"
+                "`ray start --head`, install its versions here, give its token in RAY_AUTH_TOKEN, or give "
+                "--ray local"
             ) from error
 
     def _check_nodes(self) -> None:
-        """Every node answers, and has this version of fastload.
+        """Leave out dead nodes, and refuse those with another fastload.
 
-        A node that is dead is no node of this run: Ray lists one that was killed for some ten seconds more,
-        beside the one that has taken its place and address.
+        Ray lists a node that was killed for some ten seconds more, beside the one that has taken its place
+        and address.
         """
         lanes = [iter([Task(_version, (), f"node {node.address}", 0, node)]) for node in self.nodes]
-        for task, found in self.run(lanes, within=_ANSWER_SECONDS):
-            if isinstance(found, Lost):
+        for task, version in self.run(lanes, within=_ANSWER_SECONDS):
+            if isinstance(version, Lost):
                 self.nodes = [node for node in self.nodes if node != task.node]
-            elif found != fastload.__version__:
+            elif version != fastload.__version__:
                 raise ArgumentError(
-                    f"{task.name} has fastload {found}, and this is {fastload.__version__}: install the same "
-                    "version on all nodes"
+                    f"{task.name} has fastload {version}, and this is {fastload.__version__}: install the "
+                    "same version on all nodes"
                 )
         if not self.nodes:
             raise ArgumentError(f"--ray {self.address!r}: no node of the cluster has a CPU for tasks")
@@ -298,16 +295,16 @@ class Cluster:
 
 def refuse_limits(options: Mapping[str, Any]) -> None:
     """Refuse limits of requests: each slice opens the store, and would have all of them for itself."""
-    found = sorted({"max_gets", "max_egress"} & options.keys())
-    if found:
+    limits = sorted({"max_gets", "max_egress"} & options.keys())
+    if limits:
         raise ArgumentError(
-            f"{found[0]} with --ray would be a limit of each slice, not of the command: leave it out, or run "
-            "the command without --ray"
+            f"{limits[0]} with --ray would be a limit of each slice, not of the command: leave it out, or "
+            "run the command without --ray"
         )
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:300]
 
 
 def _version() -> str:
@@ -315,20 +312,6 @@ def _version() -> str:
 
 
 def _run_aloud(run: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
-    """What Ray runs: it says that it has begun, then gives the outcome."""
+    """Yield once when Ray has begun the task, then the outcome."""
     yield None
     yield run(*arguments)
-
-
-def _warn_of_waiting(flights: dict[Any, _Flight]) -> bool:
-    """Whether tasks have waited for long."""
-    now = time.monotonic()
-    waiting = [flight for flight in flights.values() if not flight.runs and now - flight.since > WAIT_SECONDS]
-    if waiting:
-        warnings.warn(
-            f"{len(waiting)} of {len(flights)} slices have waited for {WAIT_SECONDS:.0f} s for CPUs that "
-            f"other work of the cluster holds; the first is {waiting[0].task.name}. They begin when CPUs are "
-            "free: `ray status` shows the use, and Ctrl-C ends this command",
-            stacklevel=2,
-        )
-    return bool(waiting)

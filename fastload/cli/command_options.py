@@ -8,24 +8,21 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from fastload.cache.codecs import CODECS, Auto
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.machine import usable_cores
 
 CORES = usable_cores()
 
 
-class CacheMode(StrEnum):
-    """The modes of `fastload.Cache`."""
-
-    auto = "auto"
-    raw = "raw"
-    dct = "dct"
-    shrunk = "shrunk"
-    decoded = "decoded"
+if TYPE_CHECKING:
+    CacheMode = str
+else:  # for Typer, which knows the choices of an option by its type
+    CacheMode = StrEnum("CacheMode", list(CODECS))
 
 
 NumWorkers = Annotated[
@@ -118,7 +115,7 @@ class StoreOptions:
 class CacheOptions:
     """How a cache keeps samples: as in the training that uses it."""
 
-    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = CacheMode.auto
+    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = Auto.mode
     short_side: ShortSide = 256
     quality: Quality = 90
     size_limit: SizeLimit = None
@@ -127,9 +124,10 @@ class CacheOptions:
         """Return the cache in a directory."""
         import fastload
 
+        mode: Any = str(self.mode)  # not the member of an enumeration
         return fastload.Cache(
             directory,
-            self.mode.value,
+            mode,
             size_limit=self.size_limit,
             short_side=self.short_side,
             quality=self.quality,

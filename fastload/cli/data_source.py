@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.command_options import CacheOptions, check_usable
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.shards.formats import FORMATS, format_of, format_of_index
 
@@ -42,7 +41,7 @@ DataUrl = Annotated[
 if TYPE_CHECKING:
     Kind = str
 else:  # for Typer, which knows the choices of an option by its type
-    Kind = StrEnum("Kind", {name: name for name in (AUTO, *KINDS)})
+    Kind = StrEnum("Kind", [AUTO, *KINDS])
 KindOption = Annotated[
     Kind,
     typer.Option(
@@ -163,12 +162,14 @@ def open_dataset(
     Raises:
         ArgumentError: an option does not fit. StoreError: as the dataset's.
     """
-    given = options.arguments(kind)
+    chosen = options.arguments(kind)
     if transform is not None and kind != "tokens":
         arguments["transform"] = transform
     if kind == TABLE:
-        return dataset_class(kind)(url, given.pop("fields"), url=given.pop("files", ""), **given, **arguments)
-    return dataset_class(kind)(url, **given, **arguments)
+        return dataset_class(kind)(
+            url, chosen.pop("fields"), url=chosen.pop("files", ""), **chosen, **arguments
+        )
+    return dataset_class(kind)(url, **chosen, **arguments)
 
 
 def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, Any]) -> Any:
@@ -180,67 +181,6 @@ def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, A
     from fastload.shards.catalog import ShardList
 
     return ShardList(url, FORMATS[kind], cache, 0, storage_options)
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is warmed, and the cache of it: each node opens its own."""
-
-    url: str
-    cache: str
-    cached: CacheOptions
-    source: SourceOptions
-    storage_options: dict[str, Any]
-
-    def __repr__(self) -> str:
-        """Leave out the options, which may be secrets."""
-        return f"Target({self.url!r}, cache={self.cache!r})"
-
-    def anywhere(self) -> Target:
-        """Return the same for processes in other directories: without relative paths."""
-        from fastload.cache.cache import absolute
-        from fastload.store import open_store
-        from fastload.store.local import LocalStore
-
-        store = open_store(self.url, **self.storage_options)
-        url = store.address if isinstance(store, LocalStore) else self.url
-        files = self.source.files
-        if files is not None and "://" not in files:
-            files = absolute(files)
-        return replace(self, url=url, cache=absolute(self.cache), source=replace(self.source, files=files))
-
-    def open(self, listing_max_age: float | str) -> tuple[Any, str]:
-        """Return (the dataset over the listed objects, the kind of the data)."""
-        import fastload
-
-        kept = self.cached.open(self.cache)
-        check_usable(kept)
-        kind = find_kind(self.url, self.storage_options, self.source.kind)
-        fields = self.source.fields or ""
-        if kind == "tfrecord" and not fields and kept.codec.wants_images:
-            raise ArgumentError(
-                f"mode {self.cached.mode.value!r} keeps the fields of a record: pass those of the "
-                "training, as in --fields image:bytes,label:int"
-            )
-        if kind == "tfrecord" and fields.count(":bytes") > 1:
-            raise ArgumentError(
-                "--fields has several of type bytes, and the training's transform says which is the image: "
-                "let its first epoch fill the cache"
-            )
-        # Records that a cache can only keep of images are for transforms that decode them.
-        crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
-        dataset = open_dataset(
-            self.url,
-            kind,
-            self.source,
-            transform=fastload.CenterCrop(224) if crop else None,
-            cache=kept,
-            storage_options=self.storage_options,
-            listing_max_age=listing_max_age,
-        )
-        if dataset.cache is None:
-            raise ArgumentError(f"{self.url!r} cannot be cached: the warning above says why")
-        return dataset, kind
 
 
 # --- images
@@ -329,12 +269,12 @@ def _open_shards(
     listed = {name: arguments[name] for name in ("cache", "storage_options")}
     first = first_records(list_shards(kind, url, **listed), kind)
     name = first.image
-    given: dict[str, Any] = {"transform": transform, **arguments}
+    more: dict[str, Any] = {"transform": transform, **arguments}
     if kind == "tfrecord":
-        dataset: Any = fastload.TFRecordDataset(url, (f"{name}:bytes",), **given)
+        dataset: Any = fastload.TFRecordDataset(url, (f"{name}:bytes",), **more)
     else:
         others = [extension for extension in IMAGES if extension != name] if name in IMAGES else []
-        dataset = fastload.TarDataset(url, fields=(";".join([name, *others]),), **given)
+        dataset = fastload.TarDataset(url, fields=(";".join([name, *others]),), **more)
     shards = dataset.shards()
     total = sum(shards[number].size for number in range(len(shards)))
     try:

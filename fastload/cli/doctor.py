@@ -13,8 +13,7 @@ from typing import Annotated
 
 from rich.text import Text
 
-from fastload.cli.output import JsonOption, answering
-from fastload.cli.report import Lines, Report, dimmed
+from fastload.cli.report import JsonOption, Lines, Report, answering, dimmed
 from fastload.metrics.machine import usable_cores, why_not_linux
 from fastload.metrics.units import format_size
 from fastload.printable import printable
@@ -72,11 +71,11 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     why = why_not_linux()
     if why:
-        return Check("Python", "fail", found, why)
-    return Check("Python", "ok", found)
+        return Check("Python", "fail", version, why)
+    return Check("Python", "ok", version)
 
 
 def _torch() -> Check:
@@ -99,14 +98,16 @@ def _obstore() -> Check:
 
 
 def check_jpegs() -> Check:
-    """Which code decodes JPEGs: the compiled kernel or its slower fallback."""
+    """Find which code decodes JPEGs: the compiled kernel or its slower fallback."""
     try:
         from fastload.images.kernel import backend
     except ImportError as error:
         return Check("JPEG", "fail", str(error), "pip install --force-reinstall torch-fastload")
-    found = backend()
-    if found["jpeg"] == "kernel":
-        parts = f"{found['simd']}, {found['huffman']} Huffman decoder, libjpeg-turbo {found['libjpeg_turbo']}"
+    kernel = backend()
+    if kernel["jpeg"] == "kernel":
+        parts = (
+            f"{kernel['simd']}, {kernel['huffman']} Huffman decoder, libjpeg-turbo {kernel['libjpeg_turbo']}"
+        )
         return Check("JPEG", "ok", f"compiled kernel ({parts}); cache mode 'dct' works")
     return Check(
         "JPEG",
@@ -130,7 +131,7 @@ def _why_no_kernel() -> str:
 
 
 def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
-    """Which Pillow decodes the other formats, and whether a second installation has overwritten it.
+    """Find which Pillow decodes the other formats, and whether a second installation has overwritten it.
 
     Args:
         installed: distribution -> its version, or None where it is not installed. None: asks pip's metadata.
@@ -147,9 +148,9 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
             advice = "Pillow is missing, so only JPEGs can be read: pip install pillow"
         return Check(name, "warn", "Pillow missing", advice)
     running = "pillow-simd" if imported == simd else "pillow" if imported == plain else None
-    found = f"{running or 'Pillow'} {imported}"
+    version = f"{running or 'Pillow'} {imported}"
     if running == "pillow-simd":
-        return Check(name, "ok", found)
+        return Check(name, "ok", version)
     again = "pip install --force-reinstall --no-deps pillow-simd"
     if simd:  # both put their files into the folder PIL, where the one installed last wins
         advice = f"pillow-simd {simd} is installed, but another Pillow has overwritten it: {again}"
@@ -163,20 +164,20 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
             "pillow-simd resizes PNG, WebP and images for your own transforms 4 times faster. pip builds "
             f"it, and it takes Pillow's place: {again}"
         )
-        return Check(name, "ok", found, advice)
-    return Check(name, "warn", found, advice)
+        return Check(name, "ok", version, advice)
+    return Check(name, "warn", version, advice)
 
 
 def check_formats() -> Check:
-    """Which formats can be decoded, and what those need that cannot."""
+    """Find which formats can be decoded, and what those need that cannot."""
     from fastload.images.decode import why_not
 
     names = {"PNG": "PNG, GIF, BMP, TIFF, PPM", "WEBP": "WebP", "AVIF": "AVIF", "HEIF": "HEIC"}
     missing = {shown: why for name, shown in names.items() if (why := why_not(name)) is not None}
-    found = ", ".join(["JPEG", *(shown for shown in names.values() if shown not in missing)])
+    words = ", ".join(["JPEG", *(shown for shown in names.values() if shown not in missing)])
     if missing:
-        found += f"; not {', '.join(missing)}"
-    return Check("image formats", "ok", found, ". ".join(missing.values()))
+        words += f"; not {', '.join(missing)}"
+    return Check("image formats", "ok", words, ". ".join(missing.values()))
 
 
 def check_decoders() -> Check:
@@ -186,26 +187,26 @@ def check_decoders() -> Check:
         from fastload.gpu.dali import why_no_dali
     except ImportError as error:
         return Check(name, "warn", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
-    found = ['"cpu"', '"torch"']
+    names = ['"cpu"', '"torch"']
     if why_no_dali() is None:
-        found.append('"dali"')
-    return Check(name, "ok", ", ".join(found))
+        names.append('"dali"')
+    return Check(name, "ok", ", ".join(names))
 
 
 def _cores() -> Check:
     usable, present = usable_cores(), os.cpu_count() or 1
-    found = f"{usable} usable of {present}; num_workers={usable} is a good start"
-    return Check("cores", "ok", found)
+    words = f"{usable} usable of {present}; num_workers={usable} is a good start"
+    return Check("cores", "ok", words)
 
 
 def _open_files() -> Check:
     import resource  # not at the top: Windows has none, and all commands are imported together
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)} (at most {_limit(hard)})"
+    words = f"{_limit(soft)} (at most {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED:
-        return Check("open files", "warn", found, f"ulimit -n {OPEN_FILES_WANTED}")
-    return Check("open files", "ok", found)
+        return Check("open files", "warn", words, f"ulimit -n {OPEN_FILES_WANTED}")
+    return Check("open files", "ok", words)
 
 
 def _limit(value: int) -> str:
@@ -217,11 +218,11 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g IMAGE")
-    found = f"{format_size(usage.total)}, {format_size(usage.free)} free"
+    words = f"{format_size(usage.total)}, {format_size(usage.free)} free"
     if usage.total < SHARED_MEMORY_WANTED:
         advice = "torch's batches need more (fastload's do not): docker run --shm-size=8g IMAGE"
-        return Check("/dev/shm", "warn", found, advice)
-    return Check("/dev/shm", "ok", found)
+        return Check("/dev/shm", "warn", words, advice)
+    return Check("/dev/shm", "ok", words)
 
 
 def _start_method() -> Check:
@@ -230,7 +231,7 @@ def _start_method() -> Check:
 
 
 def _demo() -> Check:
-    """The packages that only `fastload demo` needs."""
+    """Check the packages that only `fastload demo` needs."""
     from fastload.cli.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +18,8 @@ from fastload.cli.data_source import (
     list_shards,
     open_dataset,
 )
-from fastload.cli.measurement import Bars
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.report import Fault, Lines, MeasuredReport
+from fastload.cli.measurement import Bars, Rate
+from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.metrics.units import format_size
 from fastload.shards.formats import FORMATS
@@ -35,14 +32,16 @@ class Settings:
     url: str
     kind: Annotated[str, "as given or found"]
     to: str | None
-    cache: Path | None
+    cache: str | None
     refresh: bool
 
 
 @dataclass(kw_only=True)
-class Indexed:
-    """What became of the shards."""
+class IndexReport(MeasuredReport):
+    """The shards that have an index now."""
 
+    command = "index"
+    settings: Settings
     shards: Annotated[int, "shards below the URL: the sum of the next five"]
     indexed: Annotated[int, "indexed now"]
     present: Annotated[int, "they had an index"]
@@ -56,14 +55,6 @@ class Indexed:
     seconds: Annotated[float, "time of this run"]
     megabytes_per_second: Annotated[float, "rate of this run"]
 
-
-@dataclass(kw_only=True)
-class IndexReport(Indexed, MeasuredReport):
-    """The shards that have an index now."""
-
-    command = "index"
-    settings: Settings
-
     @property
     def exit_code(self) -> int:
         return 130 if self.interrupted else 1 if self.faults else 0
@@ -74,6 +65,8 @@ class IndexReport(Indexed, MeasuredReport):
             f"{self.present:,} had an index; {format_size(self.read_bytes)} read in "
             f"{self.seconds:.1f} s, {self.megabytes_per_second:,.1f} MB/s"
         )
+        settings = self.settings
+        yield f"index in {settings.cache or settings.to or f'{settings.url}, beside the shards'}"
         for fault in self.faults:
             yield f"  {fault.shard}: {fault.fault}"
         if self.compressed:
@@ -96,7 +89,7 @@ def index(
         typer.Option(metavar="URL", help="Where index files are written.", show_default="beside the shards"),
     ] = None,
     cache: Annotated[
-        Path | None,
+        str | None,
         typer.Option(metavar="DIR", help="Write no files: keep the index in this cache, for its trainings."),
     ] = None,
     kind: KindOption = AUTO,
@@ -116,21 +109,21 @@ def index(
         if refresh and cache is not None:
             raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
         options = store.parse()
-        found = find_kind(url, options, kind)
-        if found not in INDEXABLE:
+        known = find_kind(url, options, kind)
+        if known not in INDEXABLE:
             raise ArgumentError(
                 f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"
             )
         if cache is not None:
-            target: _Files | _Kept = _Kept(url, found, options, cache)
+            target: _Files | _Kept = _Kept(url, known, options, cache)
         else:
-            target = _Files(url, found, options, to, refresh)
+            target = _Files(url, known, options, to, refresh)
+        settings = Settings(url=url, kind=known, to=to, cache=cache, refresh=refresh)
         try:
-            outcome = _run(target, output)
+            report = _run(target, settings, output)
         finally:
             target.close()
-        settings = Settings(url=url, kind=found, to=to, cache=cache, refresh=refresh)
-        output.finish(IndexReport(settings=settings, **vars(outcome)))
+        output.finish(report)
 
 
 class _Files:
@@ -151,7 +144,7 @@ class _Files:
             raise ArgumentError(f"{times} of the shards would have the index file {name!r}: leave --to out")
 
     def present(self, shard: int) -> bool:
-        """Whether a shard has an index. Raises `DecodeError` where a file of that name is none."""
+        """Return whether a shard has an index. Raises `DecodeError` where a file of that name is none."""
         if self._refresh:
             return False
         try:
@@ -166,9 +159,9 @@ class _Files:
             ) from None
         return True
 
-    def keep(self, found: Any) -> None:
+    def keep(self, shard: Any) -> None:
         """Keep what was found in a shard."""
-        self._store.write(self._name(found.number), found.file)
+        self._store.write(self._name(shard.number), shard.file)
 
     def close(self) -> None:
         pass
@@ -185,7 +178,7 @@ class _Kept:
 
     files = False
 
-    def __init__(self, url: str, kind: str, options: dict[str, Any], cache: Path) -> None:
+    def __init__(self, url: str, kind: str, options: dict[str, Any], cache: str) -> None:
         import fastload
 
         kept = fastload.Cache(cache)
@@ -197,47 +190,47 @@ class _Kept:
         self.shards = self._dataset.shards()
 
     def present(self, shard: int) -> bool:
-        """Whether a shard has an index: there, or beside the shards."""
+        """Return whether a shard has an index: there, or beside the shards."""
         return self._dataset._index.get(shard) is not None
 
-    def keep(self, found: Any) -> None:
+    def keep(self, shard: Any) -> None:
         """Keep what was found in a shard."""
-        self._dataset._index.add_and_keep(found.number, found.records)
+        self._dataset._index.add_and_keep(shard.number, shard.records)
 
     def close(self) -> None:
         self._dataset.close()
 
 
-def _run(target: _Files | _Kept, output: Output) -> Indexed:
+def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexReport:
     """Index the shards that have no index yet."""
     from fastload.shards.filling import Indexing
 
     shards = [target.shards[number] for number in range(len(target.shards))]
     indexing = Indexing(target.shards.store, target.form, target.present, files=target.files)
     outcomes, faults, samples, interrupted = Counter[str](), [], 0, False
-    start = time.perf_counter()
+    rate = Rate("shards")
     with Bars(output.console) as bars:
         bar = bars.add("indexing", len(shards))
 
         def show() -> None:
-            rate = indexing.read / (time.perf_counter() - start) / 1e6
-            bar.show(outcomes.total(), f"{format_size(indexing.read)}, {rate:,.1f} MB/s")
+            bar.show(outcomes.total(), rate.words(outcomes.total(), indexing.read))
 
         try:
-            for found in indexing.run(shards, show):
-                if found.records is not None:
-                    target.keep(found)
-                    samples += len(found.records.offsets)
-                if found.fault:
-                    faults.append(Fault(shard=shards[found.number].key, fault=found.fault))
-                outcomes[found.outcome] += 1
+            for shard in indexing.run(shards, show):
+                if shard.records is not None:
+                    target.keep(shard)
+                    samples += len(shard.records.offsets)
+                if shard.fault:
+                    faults.append(Fault(shard=shards[shard.number].key, fault=shard.fault))
+                outcomes[shard.outcome] += 1
                 show()
         except KeyboardInterrupt:
             interrupted = True
         finally:
             indexing.close()
-    seconds = max(time.perf_counter() - start, 1e-9)
-    return Indexed(
+    seconds = rate.seconds()
+    return IndexReport(
+        settings=settings,
         shards=len(shards),
         indexed=outcomes["indexed"],
         present=outcomes["present"],

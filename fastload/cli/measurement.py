@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from fastload.cli.report import MeasuredEpoch
+from fastload.metrics.bottleneck import explain_bottleneck
 from fastload.metrics.console import Console
 
 SECONDS_BETWEEN_DRAWS = 0.1
 
 
-class Epoch(NamedTuple):
-    """The timing of one epoch, from the call of iter() to the last batch."""
-
-    images: int
-    seconds: float
-    first_batch_seconds: float
-
-    def rates(self, total_bytes: float) -> dict[str, Any]:
-        """Return the arguments of a `MeasuredEpoch`; `total_bytes` is the size of all its encoded images."""
-        return {
-            "images": self.images,
-            "bytes": round(total_bytes),
-            "seconds": round(self.seconds, 4),
-            "first_batch_seconds": round(self.first_batch_seconds, 4),
-            "images_per_second": round(self.images / self.seconds, 1),
-            "megabytes_per_second": round(total_bytes / self.seconds / 1e6, 2),
-        }
-
-
 def measure_epoch(
-    loader: Iterable[Any], progress: Callable[[int, float], None], seconds_at_most: float = float("inf")
-) -> Epoch:
+    loader: Any,
+    progress: Callable[[int, float], None],
+    *,
+    image_bytes: float | None = None,
+    seconds_at_most: float = float("inf"),
+) -> MeasuredEpoch:
     """Iterate over `loader` once and time it, start of the workers included.
 
     Args:
-        loader: of batches of samples.
+        loader: of batches of samples; torch's has no counters.
         progress: called after each batch with the images and the seconds so far.
+        image_bytes: mean size of an encoded image; None: as the counters say.
         seconds_at_most: stop after the first batch that ends later.
     """
-    images = 0
-    first_batch = elapsed = 0.0
+    images, first_batch, elapsed = 0, 0.0, 0.0
+    before = _counters(loader)
     start = time.perf_counter()
     for batch in loader:
         elapsed = time.perf_counter() - start
@@ -53,7 +41,29 @@ def measure_epoch(
         progress(images, elapsed)
         if elapsed > seconds_at_most:
             break
-    return Epoch(images, elapsed, first_batch)
+    after = _counters(loader).items()
+    counters = {name: round(value - before.get(name, 0), 6) for name, value in sorted(after)}
+    total_bytes = images * (_image_bytes(counters) if image_bytes is None else image_bytes)
+    return MeasuredEpoch(
+        images=images,
+        bytes=round(total_bytes),
+        seconds=round(elapsed, 4),
+        first_batch_seconds=round(first_batch, 4),
+        images_per_second=round(images / elapsed, 1),
+        megabytes_per_second=round(total_bytes / elapsed / 1e6, 2),
+        counters=counters or None,
+        verdict=explain_bottleneck(counters) if counters else None,
+    )
+
+
+def _counters(loader: Any) -> dict[str, float]:
+    return dict(loader.stats()["counters"]) if hasattr(loader, "stats") else {}
+
+
+def _image_bytes(counters: dict[str, float]) -> float:
+    """Return the mean size of the encoded images that were read."""
+    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
+    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
 
 
 def count_samples(batch: Any) -> int:
@@ -64,11 +74,6 @@ def count_samples(batch: Any) -> int:
             break
         batch = inner
     return len(batch)
-
-
-def stage_counters(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """The difference of a loader's counters (`stats()["counters"]`) before and after one epoch."""
-    return {name: round(value - before.get(name, 0), 6) for name, value in sorted(after.items())}
 
 
 class Bars:
@@ -99,7 +104,7 @@ class Bars:
         self._progress.stop()
 
     def add(self, description: str, total: int, text: Callable[[int], str] = "{:,}".format) -> Bar:
-        """A new bar below the others, drawn at once. `text` makes an amount readable."""
+        """Return a new bar below the others, drawn at once. `text` makes an amount readable."""
         task = self._progress.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
         self._progress.refresh()
         return Bar(self._progress, task, total, text)
@@ -117,12 +122,12 @@ class Bar:
         self._drawn = 0.0
 
     def update(self, done: int, seconds: float | None = None) -> None:
-        """`done` images after `seconds` (default: since the bar was made)."""
+        """Show `done` images after `seconds` (default: since the bar was made)."""
         seconds = seconds if seconds is not None else time.perf_counter() - self._start
         self.show(done, f"{done / seconds:7,.0f} images/s")
 
     def show(self, done: int, text: str) -> None:
-        """`done` images, with `text` behind the bar."""
+        """Show `done` images, with `text` behind the bar."""
         now = time.perf_counter()
         amount = f"{self._text(done)}/{self._text(self._total)}"
         self._progress.update(self._task, completed=done, rate=text, amount=amount)

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastload.cli.output import JsonOption, answering
-from fastload.cli.report import Lines, Report
+from fastload.cli.report import JsonOption, Lines, Report, answering
 
 _SIDE = "A saved state, a rank's sample log, or a directory of logs; with commas: one for each rank."
 

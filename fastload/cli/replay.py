@@ -16,8 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from fastload.cli.command_options import StoreOptions
-from fastload.cli.output import JsonOption, answering
-from fastload.cli.report import Lines, Report, styled
+from fastload.cli.report import JsonOption, Lines, Report, answering, styled
 from fastload.errors import ArgumentError, FastloadError
 from fastload.printable import printable
 
@@ -137,6 +136,64 @@ class _Made(NamedTuple):
         return nullcontext() if self.own else reading_state()
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """The step of a run."""
+
+    step: Annotated[int, typer.Option(metavar="N", help="A batch of the epoch, from 0.")]
+    epoch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="E",
+            help="An iteration of the loader, from 0.",
+            show_default="the one that ran when the state was saved, or the next",
+        ),
+    ] = None
+    rank: Annotated[
+        str | None, typer.Option(metavar="R", help="The rank, or 'all'; needed where the run had several.")
+    ] = None
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="W", help="Deal the whole epoch to this number of ranks.", show_default="as in the run"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """The loader of the run."""
+
+    at: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Which loader, if the checkpoint has several.")
+    ] = None
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Your function that makes the loader. The file is run, then this, without arguments.",
+            show_default="made from the state",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where the data is now.", show_default="where it was"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The files that are written."""
+
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the images to a page of HTML.")] = (
+        None
+    )
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the images to one PNG.")] = None
+    tensors: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the batch to a file for torch.load.")
+    ] = None
+
+
 def replay(
     state: Annotated[
         Path,
@@ -145,91 +202,61 @@ def replay(
         ),
     ],
     store: StoreOptions,
-    step: Annotated[int, typer.Option(metavar="N", help="A batch of the epoch, from 0.")],
-    epoch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="E",
-            help="An iteration of the loader, from 0.",
-            show_default="the one that ran when the state was saved, or the next",
-        ),
-    ] = None,
-    rank: Annotated[
-        str | None, typer.Option(metavar="R", help="The rank, or 'all'; needed where the run had several.")
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="W", help="Deal the whole epoch to this number of ranks.", show_default="as in the run"
-        ),
-    ] = None,
-    at: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="Which loader, if the checkpoint has several.")
-    ] = None,
-    loader: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Your function that makes the loader. The file is run, then this, without arguments.",
-            show_default="made from the state",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Where the data is now.", show_default="where it was"),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the images to a page of HTML.")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the images to one PNG.")] = None,
-    tensors: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the batch to a file for torch.load.")
-    ] = None,
+    wanted: StepOptions,
+    source: LoaderOptions,
+    files: FileOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
     with answering(as_json) as output:
-        from fastload.order.state import parse_state, read_state
+        from fastload.order.state import read_state
 
-        saved = read_state(state, at)
+        saved = read_state(state, source.at)
         options = store.parse()
-        made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
+        if source.loader is None:
+            made = _restored(saved, source.data, options)
+        else:
+            made = _own(source.loader, source.data, options)
+        settings = Settings(state=state, rank=wanted.rank, world_size=wanted.world_size, **vars(source))
         try:
-            with made.reading():
-                with warnings.catch_warnings(action="ignore"):  # of what is unlike the run, the notes tell
-                    made.loader.load_state_dict(saved)
-                known = parse_state(saved, "the state")
-                epoch = known.epoch if epoch is None else epoch
-                numbers = _ranks(rank, world_size, known.replicas_at(epoch, step))
-                parts = [
-                    _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
-                    for number in numbers
-                ]
-            title = _title(epoch, step, rank)
-            notes = [*made.notes, *([made.missing] if made.missing else [])]
-            files = _Files(made, parts, step, epoch, world_size)
-            if html is not None or png is not None:
-                files.write_sheets(html, png, title, notes)
-            if tensors is not None:
-                files.write_tensors(tensors)
+            report = _replay(made, saved, wanted, files, settings)
         finally:
             getattr(made.loader.dataset, "close", lambda: None)()
-        output.finish(
-            ReplayReport(
-                settings=Settings(
-                    state=state, at=at, rank=rank, world_size=world_size, loader=loader, data=data
-                ),
-                epoch=epoch,
-                step=step,
-                samples=[_describe(part, sample) for part in parts for sample in part.samples],
-                missing=made.missing,
-                notes=notes,
-                html=html,
-                png=png,
-                tensors=tensors,
-                ranks=[part.number or 0 for part in parts],
-            )
-        )
+        output.finish(report)
+
+
+def _replay(
+    made: _Made, saved: Mapping[str, Any], wanted: StepOptions, files: FileOptions, settings: Settings
+) -> ReplayReport:
+    """Find the samples of the step, and write the files that are asked for."""
+    from fastload.order.state import parse_state
+
+    step, world_size = wanted.step, wanted.world_size
+    with made.reading():
+        with warnings.catch_warnings(action="ignore"):  # of what is unlike the run, the notes tell
+            made.loader.load_state_dict(saved)
+        known = parse_state(saved, "the state")
+        epoch = known.epoch if wanted.epoch is None else wanted.epoch
+        parts = [
+            _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
+            for number in _ranks(wanted.rank, world_size, known.replicas_at(epoch, step))
+        ]
+    notes = [*made.notes, *([made.missing] if made.missing else [])]
+    written = _Files(made, parts, step, epoch, world_size)
+    if files.html is not None or files.png is not None:
+        written.write_sheets(files.html, files.png, _title(epoch, step, wanted.rank), notes)
+    if files.tensors is not None:
+        written.write_tensors(files.tensors)
+    return ReplayReport(
+        settings=settings,
+        epoch=epoch,
+        step=step,
+        samples=[_describe(part, sample) for part in parts for sample in part.samples],
+        missing=made.missing,
+        notes=notes,
+        **vars(files),
+        ranks=[part.number or 0 for part in parts],
+    )
 
 
 def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
@@ -243,13 +270,13 @@ def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, 
     from fastload.order.state import reading_state
     from fastload.trace.recipe import restore
 
-    found = restore(saved, url=data, storage_options=options)
+    restored = restore(saved, url=data, storage_options=options)
     with reading_state():
-        return _Made(fastload.DataLoader(**found.arguments), *found[1:])
+        return _Made(fastload.DataLoader(**restored.arguments), *restored[1:])
 
 
 def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int | None]:
-    """The ranks that are shown; [None]: the only one."""
+    """Return the ranks that are shown; [None]: the only one."""
     world = found if given is None else given
     if rank is None:
         if world is not None and world > 1:
@@ -303,13 +330,13 @@ def run_loader(place: str) -> Any:
 
 
 def _module(path: Path, place: str) -> Any:
-    """The file as a module of its own name: what stands below `if __name__ == "__main__"` does not run."""
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None and found.loader is not None  # a file that ends in .py
-    module = importlib.util.module_from_spec(found)
+    """Import the file as a module of its own name: `if __name__ == "__main__"` does not run."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.absolute()))
     sys.modules[path.stem] = module  # where pickle looks for its classes
-    _run(lambda: found.loader.exec_module(module), path, place)
+    _run(lambda: spec.loader.exec_module(module), path, place)
     return module
 
 
@@ -319,7 +346,7 @@ def _run(function: Any, path: Path, place: str) -> Any:
     except FastloadError:
         raise
     except Exception as error:
-        lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename) == path]
+        lines = [line for line in traceback.extract_tb(error.__traceback__) if Path(line.filename) == path]
         where = f" in line {lines[-1].lineno}" if lines else ""
         raise ArgumentError(f"--loader {place!r} raised{where}: {type(error).__name__}: {error}") from error
 
@@ -344,7 +371,7 @@ class _Files:
             )
 
     def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
-        """The images before `batch_transform`: after a Normalize they are no pictures any more."""
+        """Write the images before `batch_transform`: after a Normalize they are no pictures any more."""
         from fastload.cli.sheet import Cell, html_sheet, pictures_of, png_sheet
 
         self._check("--html and --png", self._made.no_images)

@@ -52,11 +52,12 @@ class Cell(NamedTuple):
 
 
 def html_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> str:
-    """One file that needs no other, in sections of 64 images."""
+    """Return one file that needs no other, in sections of 64 images."""
     starts = range(0, len(cells), _PAGE)
-    links = [f'<a href="#p{at}">{at + 1}-{min(at + _PAGE, len(cells))}</a>' for at in starts]
+    links = [f'<a href="#p{start}">{start + 1}-{min(start + _PAGE, len(cells))}</a>' for start in starts]
     sections = [
-        f'<section id="p{at}">{"".join(map(_figure, cells[at : at + _PAGE]))}</section>' for at in starts
+        f'<section id="p{start}">{"".join(map(_figure, cells[start : start + _PAGE]))}</section>'
+        for start in starts
     ]
     return "\n".join(
         [
@@ -91,7 +92,7 @@ def _data_url(picture: Picture) -> str:
 
 
 def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
-    """One image: 8 columns, or more if there are more than 256 images."""
+    """Return one image: 8 columns, or more if there are more than 256 images."""
     columns = max(1, min(len(cells), max(_COLUMNS, math.isqrt(len(cells)))))
     side = max((max(cell.picture.shape[:2]) for cell in cells), default=_NARROWEST)
     side = min(_WIDEST, max(_NARROWEST, side))
@@ -119,12 +120,12 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
     return file.getvalue()
 
 
-def _write_line(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
-    """One line; of a long one its end, where the names of objects differ."""
+def _write_line(draw: ImageDraw.ImageDraw, font: Any, place: tuple[int, int], text: str, width: int) -> None:
+    """Draw one line; of a long one its end, where the names of objects differ."""
     # The built-in font may have no other letters.
     plain = printable(text).encode("ascii", "backslashreplace").decode()
     fits = next((n for n in range(len(plain), 0, -1) if draw.textlength(_end(plain, n), font) <= width), 0)
-    draw.text(at, _end(plain, fits), "black", font)
+    draw.text(place, _end(plain, fits), "black", font)
 
 
 def _end(text: str, letters: int) -> str:
@@ -132,7 +133,7 @@ def _end(text: str, letters: int) -> str:
 
 
 def pictures_of(batch: Any, rows: int) -> tuple[list[Picture], bool]:
-    """(one picture for each row, whether values were scaled so that they can be seen).
+    """Return (one picture for each row, whether values were scaled so that they can be seen).
 
     The images are the first tensor of the batch that has `rows` images with one or three channels, first or
     last. Floats are taken as they are where all are from 0 to 1; else each image is scaled from its smallest
@@ -144,16 +145,16 @@ def pictures_of(batch: Any, rows: int) -> tuple[list[Picture], bool]:
     leaves = list(tree_leaves(batch))
     images = next((leaf for leaf in leaves if _is_images(leaf, rows)), None)
     if images is None:
-        found = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" for leaf in leaves)
+        shapes = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" for leaf in leaves)
         raise ArgumentError(
-            f"the batch has no images for --html and --png; its tensors are: {found or 'none'}. Leave these "
+            f"the batch has no images for --html and --png; its tensors are: {shapes or 'none'}. Leave these "
             "options out: the table and --tensors take any batch"
         )
     values = images.detach().cpu()
     if values.shape[1] in _CHANNELS:
         values = values.movedim(1, -1)
     scaled = values.dtype != torch.uint8 and not bool(((values >= 0) & (values <= 1)).all())
-    return [_picture(one, scaled) for one in values], scaled
+    return [_picture(image, scaled) for image in values], scaled
 
 
 def _is_images(leaf: torch.Tensor, rows: int) -> bool:
@@ -173,7 +174,7 @@ def _picture(values: torch.Tensor, scaled: bool) -> Picture:
 
 
 def plain(value: Any, where: str = "batch") -> Any:
-    """The same values: tensors on the CPU, dicts, lists, texts and numbers. Other classes are not kept.
+    """Return the same values: tensors on the CPU, dicts, lists, texts and numbers. Others are not kept.
 
     Raises:
         ArgumentError: something in it is none of these; the message names the place.
@@ -187,7 +188,7 @@ def plain(value: Any, where: str = "batch") -> Any:
     if isinstance(value, Mapping):
         return {_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item, f"{where}[{at}]") for at, item in enumerate(value)]
+        return [plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return {name: plain(getattr(value, name), f"{where}.{name}") for name in names}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastload.cache.cache import absolute
 from fastload.cli.cluster import RayOption
 from fastload.cli.command_options import CORES, CacheOptions, ListingMaxAge, PricesFile, StoreOptions
-from fastload.cli.data_source import DataUrl, SourceOptions, Target
-from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.data_source import DataUrl, SourceOptions
 from fastload.cli.plan.prices import Prices, find_prices
-from fastload.cli.warm_report import Quote, Settings, WarmReport, report_of
+from fastload.cli.report import JsonOption, Output, answering
+from fastload.cli.warm_report import Quote, Target, WarmReport, report_of
 from fastload.errors import ArgumentError
 from fastload.metrics.units import format_size
 
@@ -24,7 +24,7 @@ def warm(
     source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
-    cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory of the training.")],
+    cache: Annotated[str, typer.Option(metavar="DIR", help="The cache directory of the training.")],
     num_workers: Annotated[
         int | None,
         typer.Option(
@@ -51,7 +51,7 @@ def warm(
     with answering(as_json) as output:
         wanted, options = _parse_share(share), store.parse()
         priced = find_prices(url, options, prices)
-        target = Target(url, str(cache), cached, source, options)
+        target = Target(url, absolute(cache), cached, source, options)
         quote = functools.partial(_quote, prices=priced, output=output)
         if ray is None:
             output.finish(_warm_here(target, wanted, num_workers, listing_max_age, quote, priced, output))
@@ -81,17 +81,7 @@ def _warm_here(
     workers = CORES if num_workers is None else num_workers
     output.console.print(_announcement(warming, share, given=wanted is not None))
     filled = fill(warming, workers, output)
-    settings = Settings(
-        url=dataset.url,
-        kind=kind,
-        cache=dataset.cache.path,
-        mode=dataset.cache.mode,
-        short_side=dataset.cache.short_side,
-        quality=dataset.cache.quality,
-        size_limit=dataset.cache.size_limit,
-        num_workers=workers,
-        share=share,
-    )
+    settings = target.settings(dataset.url, kind, workers, share)
     return report_of(filled, settings, quoted, prices, listing_seconds=round(listing_seconds, 3))
 
 

@@ -1,14 +1,18 @@
-"""The report of `fastload warm`: what became of the samples of a share, of a node, and of all nodes."""
+"""The report of `fastload warm`: what was warmed, and what became of each sample."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from fastload.cache.cache import absolute
+from fastload.cli.command_options import CacheOptions, check_usable
+from fastload.cli.data_source import OBJECTS, SourceOptions, find_kind, open_dataset
 from fastload.cli.plan.prices import Cost, Prices
 from fastload.cli.report import Lines, MeasuredReport
-from fastload.metrics.units import format_size
+from fastload.errors import ArgumentError
+from fastload.metrics.units import format_size, parse_size
 
 
 @dataclass(kw_only=True)
@@ -25,6 +29,84 @@ class Settings:
     num_workers: Annotated[int | None, "as given or found; null with `--ray`: the CPUs of each node"]
     share: Annotated[tuple[int, int], "[share of this node, number of shares]"]
     ray: Annotated[str | None, "address of the Ray cluster, or null"] = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is warmed, and the cache of it: each node opens its own."""
+
+    url: str
+    cache: str
+    cached: CacheOptions
+    source: SourceOptions
+    storage_options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Leave out the options, which may be secrets."""
+        return f"Target({self.url!r}, cache={self.cache!r})"
+
+    def settings(
+        self, url: str, kind: str, num_workers: int | None, share: tuple[int, int], ray: str | None = None
+    ) -> Settings:
+        """Return what the report says of it."""
+        cached = self.cached
+        return Settings(
+            url=url,
+            kind=kind,
+            cache=self.cache,
+            mode=str(cached.mode),
+            short_side=cached.short_side,
+            quality=cached.quality,
+            size_limit=None if cached.size_limit is None else parse_size(cached.size_limit),
+            num_workers=num_workers,
+            share=share,
+            ray=ray,
+        )
+
+    def anywhere(self) -> Target:
+        """Return the same for processes in other directories: without relative paths."""
+        from fastload.store import open_store
+        from fastload.store.local import LocalStore
+
+        store = open_store(self.url, **self.storage_options)
+        url = store.address if isinstance(store, LocalStore) else self.url
+        files = self.source.files
+        if files is not None and "://" not in files:
+            files = absolute(files)
+        return replace(self, url=url, cache=absolute(self.cache), source=replace(self.source, files=files))
+
+    def open(self, listing_max_age: float | str) -> tuple[Any, str]:
+        """Return (the dataset over the listed objects, the kind of the data)."""
+        import fastload
+
+        kept = self.cached.open(self.cache)
+        check_usable(kept)
+        kind = find_kind(self.url, self.storage_options, self.source.kind)
+        fields = self.source.fields or ""
+        if kind == "tfrecord" and not fields and kept.codec.wants_images:
+            raise ArgumentError(
+                f"mode {str(self.cached.mode)!r} keeps the fields of a record: pass those of the training, "
+                "as in --fields image:bytes,label:int"
+            )
+        if kind == "tfrecord" and fields.count(":bytes") > 1:
+            raise ArgumentError(
+                "--fields has several of type bytes, and the training's transform says which is the image: "
+                "let its first epoch fill the cache"
+            )
+        # Records that a cache can only keep of images are for transforms that decode them.
+        crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
+        dataset = open_dataset(
+            self.url,
+            kind,
+            self.source,
+            transform=fastload.CenterCrop(224) if crop else None,
+            cache=kept,
+            storage_options=self.storage_options,
+            listing_max_age=listing_max_age,
+        )
+        if dataset.cache is None:
+            raise ArgumentError(f"{self.url!r} cannot be cached: the warning above says why")
+        return dataset, kind
 
 
 @dataclass(kw_only=True)

@@ -20,16 +20,24 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import fastload
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
-from fastload.cli.data_source import Target
 from fastload.cli.measurement import Bar, Bars, Rate
-from fastload.cli.output import Output
 from fastload.cli.plan.prices import Prices
-from fastload.cli.warm_report import Failure, Filled, Held, NodeCounts, Quote, Settings, WarmReport, report_of
+from fastload.cli.report import Output
+from fastload.cli.warm_report import (
+    Failure,
+    Filled,
+    Held,
+    NodeCounts,
+    Quote,
+    Target,
+    WarmReport,
+    report_of,
+)
 from fastload.datasets.warm import ToRead
 from fastload.datasets.wrappers import view_of
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, StoreError, WorkerError
-from fastload.metrics.units import format_size, parse_size
+from fastload.metrics.units import format_size
 from fastload.order.sampler import indexed_length
 from fastload.shards.dataset import ShardDataset
 
@@ -65,26 +73,26 @@ class Warming(IterableDataset[Any]):
 
 
 def find_left(warming: Warming) -> ToRead:
-    """What the store will be asked for."""
+    """Return what the store will be asked for."""
     samples = warming.samples.tolist()
     dataset = warming.dataset
-    found: ToRead = (
+    left: ToRead = (
         dataset._left_to_warm_shards(samples) if warming.by_shard else dataset._left_to_warm(samples)
     )
     dataset.cache.close()  # the workers open it themselves
-    return found
+    return left
 
 
 def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """What this node warms, and (share, shares)."""
+    """Return what this node warms, and (share, shares)."""
     if isinstance(dataset, ShardDataset):
         return share_of_shards(dataset, share)
-    samples, found = share_of(dataset, share)
-    return Warming(dataset, samples), found
+    samples, numbers = share_of(dataset, share)
+    return Warming(dataset, samples), numbers
 
 
 def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """What this node warms of a dataset of shards, and (share, shares).
+    """Return what this node warms of a dataset of shards, and (share, shares).
 
     All shards are streamed. A share is the one of `share_of`, read by a request a sample, for which the
     shards must be indexed and not be compressed.
@@ -93,7 +101,7 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
     if alone:
         return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
     try:
-        samples, found = share_of(dataset, share)
+        samples, numbers = share_of(dataset, share)
     except TypeError:
         raise ArgumentError(
             "a share of shards is a share of their samples, and they are not indexed: run fastload index "
@@ -103,11 +111,11 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
         raise ArgumentError(
             "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
         )
-    return Warming(dataset, samples), found
+    return Warming(dataset, samples), numbers
 
 
 def share_of(dataset: Any, share: tuple[int, int] | None) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
-    """The samples of a shard, and (share, shares): the share of such a node with `partition="node"`.
+    """Return the samples of a share, and (share, shares), as of such a node with `partition="node"`.
 
     None: this rank's part of its node's share, by the variables of torchrun or SLURM; without them, all
         samples.
@@ -274,7 +282,7 @@ class Survey(NamedTuple):
 
 
 def _survey(target: Target, shard: tuple[int, int], listing_max_age: str) -> Survey:
-    """The first task of a node."""
+    """Look at what a node has to warm: its first task."""
     dataset, kind = target.open(listing_max_age)
     warming, _ = find_share(dataset, shard)
     digests = view_of(dataset).listed()
@@ -345,30 +353,16 @@ class NodesWarming:
             nodes = [self._count(node, surveys.get(node)) for node in self._filled]
             for node in nodes:
                 sums.add(node)
+            first = next(iter(surveys.values()))
             return report_of(
                 sums,
-                self._settings(next(iter(surveys.values())), cluster.address),
+                self._target.settings(first.url, first.kind, self._num_workers, (0, 1), cluster.address),
                 quoted,
                 prices,
                 listing_seconds=round(listing_seconds, 3),
                 redone=cluster.redone,
                 nodes=nodes,
             )
-
-    def _settings(self, survey: Survey, address: str) -> Settings:
-        cached = self._target.cached
-        return Settings(
-            url=survey.url,
-            kind=survey.kind,
-            cache=self._target.cache,
-            mode=cached.mode.value,
-            short_side=cached.short_side,
-            quality=cached.quality,
-            size_limit=None if cached.size_limit is None else parse_size(cached.size_limit),
-            num_workers=self._num_workers,
-            share=(0, 1),
-            ray=address,
-        )
 
     def _share_of(self, node: Node) -> tuple[int, int]:
         nodes = list(self._filled)
@@ -380,16 +374,16 @@ class NodesWarming:
             arguments = (self._target, self._share_of(node), self._max_age)
             lanes.append(iter([Task(_survey, arguments, f"node {node.address}", node=node)]))
         surveys: dict[Node, Survey] = {}
-        for task, found in cluster.run(lanes):
+        for task, survey in cluster.run(lanes):
             assert task.node is not None
-            if isinstance(found, Lost):
-                self._lost[task.node] = found.reason
+            if isinstance(survey, Lost):
+                self._lost[task.node] = survey.reason
                 continue
-            surveys[task.node] = found
+            surveys[task.node] = survey
             first = next(iter(surveys.values()))
-            if found.digests != first.digests:
+            if survey.digests != first.digests:
                 raise StoreError(
-                    f"node {task.node.address} lists other objects in {found.url!r} than "
+                    f"node {task.node.address} lists other objects in {survey.url!r} than "
                     f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
                     "run the command without --listing-max-age"
                 )
@@ -399,7 +393,7 @@ class NodesWarming:
         return surveys
 
     def _slices(self, node: Node, survey: Survey) -> Iterator[Task]:
-        """Of a node's share, until its cache is full."""
+        """Yield slices of a node's share, until its cache is full."""
         share = self._share_of(node)
         size = SLICE_OF_SHARDS if survey.by_shard else SLICE
         workers = node.cpus if self._num_workers is None else self._num_workers

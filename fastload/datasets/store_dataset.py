@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Raw
-from fastload.cache.keys import KeyTable
+from fastload.cache.index import KeyTable
 from fastload.cache.listings import Listings
 from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster

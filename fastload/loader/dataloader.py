@@ -23,6 +23,7 @@ from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
+from fastload.loader.frameworks import ASKED_BY_PREPARE, warn_of_prepare, warn_of_ray
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
@@ -192,6 +193,15 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             _warn_of_unprefetched(dataset)
         if drop_last:
             _warn_of_an_empty_epoch(self)
+        if torch.utils.data.DataLoader is not DataLoader:  # else frameworks make fastload's
+            warn_of_ray(self)
+
+    if not TYPE_CHECKING:  # which would take every name for one of the loader's
+
+        def __getattr__(self, name: str) -> Any:
+            if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
+                warn_of_prepare()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fastload.datasets.mixture import new_sampler
-from fastload.testing.contents import Contents, contents
 from fastload.testing.promises import (
     OTHER_SEED,
     SEED,
+    Contents,
     batch_size,
     broken,
     check_once,
     check_same,
     check_same_lists,
+    contents,
     not_promised,
     seeded,
 )
@@ -52,7 +53,7 @@ class DatasetTests(ReadTests):
     random: ClassVar[bool | None] = None
 
     def make_damaged(self) -> tuple[Any, Sequence[int]] | None:
-        """(dataset, indices of its bad samples) for the tests of bad samples. None: these are skipped."""
+        """Return (dataset, indices of its bad samples). None: the tests of bad samples are skipped."""
         return None
 
     # --- length and indices
@@ -86,13 +87,13 @@ class DatasetTests(ReadTests):
         length = len(dataset)
         for index in (-1, -length):
             try:
-                found = self._sample(dataset, index)
+                sample = self._sample(dataset, index)
             except Exception:  # it has no negative indices, and says so
                 return
             check_same(
                 "a negative index counts from the end, as in a list, or raises an error",
                 f"the sample of index {index}",
-                found,
+                sample,
                 self._sample(dataset, length + index),
                 ("", f"by index {length + index}"),
                 "add len(self) to indices below 0, or raise IndexError for them",
@@ -267,12 +268,12 @@ class DatasetTests(ReadTests):
         where = f"len() is {len(dataset)}, and dataset[{index}]"
         remedy = "raise IndexError in __getitem__: by it `for sample in dataset` ends, which else never ends"
         try:
-            found = dataset[index]
+            sample = dataset[index]
         except IndexError:
             return
         except Exception as error:
             broken(promise, f"{where} raised {type(error).__name__}: {error}", remedy)
-        broken(promise, f"{where} gave a {type(found).__name__}", remedy)
+        broken(promise, f"{where} gave a {type(sample).__name__}", remedy)
 
     def _check_workers(self, expected: list[Contents], options: dict[str, Any], name: str) -> None:
         found = self._epoch(self.make(), **options)
@@ -285,7 +286,7 @@ class DatasetTests(ReadTests):
         return made
 
     def _error_of(self, dataset: Any, index: int) -> Exception:
-        """The error of a bad sample."""
+        """Return the error of a bad sample."""
         promise = "a bad sample raises an error each time, and none that ends an iteration"
         try:
             dataset[index]

@@ -13,12 +13,13 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastload.testing.contents import Contents, contents
 from fastload.testing.promises import (
     SEED,
+    Contents,
     broken,
     check_same_lists,
     close,
+    contents,
     in_processes,
     loader_of,
     seeded,
@@ -30,30 +31,30 @@ _SHARED = ("torch", "fastload", "psm_")  # the last: multiprocessing.shared_memo
 
 
 def held() -> Held:
-    """Child processes, threads, open files and shared memory. Elsewhere than on Linux: threads.
+    """Find child processes, threads, open files and shared memory. Elsewhere than on Linux: threads.
 
     What multiprocessing keeps on purpose until the end of this process does not count.
     """
-    found: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
+    resources: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
     if sys.platform != "linux":
-        return found
+        return resources
     servers, pipes = _multiprocessing_servers()
     on_linux: Held = {
         "processes": _children() - servers,
         "descriptors": {
-            told
+            described
             for fd in Path("/proc/self/fd").iterdir()
-            if int(fd.name) not in pipes and (told := _describe(fd)) is not None
+            if int(fd.name) not in pipes and (described := _describe(fd)) is not None
         },
         "shared memory": {
             path for path in Path("/dev/shm").iterdir() if path.name.startswith(_SHARED) and _is_mine(path)
         },
     }
-    return found | on_linux
+    return resources | on_linux
 
 
 def left_behind(before: Held, seconds: float, still: Callable[[], Held] = held) -> Held:
-    """What is there now and was not before; what goes within `seconds` does not count."""
+    """Return what is there now and was not before; what goes within `seconds` does not count."""
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
@@ -65,7 +66,7 @@ def left_behind(before: Held, seconds: float, still: Callable[[], Held] = held) 
 
 
 def _children() -> set[object]:
-    """The children of this process, and theirs."""
+    """Return the children of this process, and theirs."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -85,7 +86,7 @@ def _children() -> set[object]:
 
 
 def _multiprocessing_servers() -> tuple[set[Any], set[Any]]:
-    """(processes, descriptors) that multiprocessing keeps on purpose until this process ends."""
+    """Return (processes, descriptors) that multiprocessing keeps on purpose until this process ends."""
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
     return {server._forkserver_pid, tracker._pid}, {server._forkserver_alive_fd, tracker._fd}
@@ -118,11 +119,11 @@ class ReadTests:
     patience: ClassVar[float] = 30.0
 
     def make(self) -> Any:
-        """A new dataset, with the same samples each time."""
+        """Return a new dataset, with the same samples each time."""
         raise NotImplementedError(f"{type(self).__name__} lacks make(self), which returns a new dataset")
 
     def identify(self, sample: Any) -> Any:
-        """A key that no two samples share, whatever their random numbers; None: not known."""
+        """Return a key that no two samples share, whatever their random numbers; None: not known."""
         return None
 
     def test_pickled_dataset_gives_the_same_samples(self) -> None:
@@ -192,11 +193,11 @@ class ReadTests:
         return self._read(self._loader(dataset, **options))
 
     def _processes(self, workers: int, method: str = "") -> tuple[dict[str, Any], str]:
-        """(options of a loader, the same in words)."""
+        """Return (options of a loader, the same in words)."""
         return in_processes(method or self.start_methods[0], workers)
 
     def _states(self, workers: int = 0) -> tuple[list[tuple[State, int]], list[Contents]]:
-        """(state, samples that were handed out) before, between and after the batches; the samples."""
+        """Return (state, samples delivered) before, between and after the batches; the samples."""
         loader = self._loader(self.make(), **self._processes(workers)[0])
         states, samples = [(loader.state_dict(), 0)], []
         with seeded(SEED):
@@ -206,7 +207,7 @@ class ReadTests:
         return states, samples
 
     def _resumed(self, state: State, workers: int = 0) -> Any:
-        """A loader of another dataset that goes on from a state, as a file would have it."""
+        """Return a loader of another dataset that goes on from a state, as a file would have it."""
         loader = self._loader(self.make(), **self._processes(workers)[0])
         loader.load_state_dict(pickle.loads(pickle.dumps(state)))
         return loader

@@ -47,7 +47,7 @@ class SamplerTests:
     shuffles: ClassVar[bool] = True
 
     def make(self, rank: int, world_size: int) -> Any:
-        """A new sampler of a rank, with the same seed each time."""
+        """Return a new sampler of a rank, with the same seed each time."""
         raise NotImplementedError(
             f"{type(self).__name__} lacks make(self, rank, world_size), which returns a new sampler"
         )
@@ -182,7 +182,7 @@ class SamplerTests:
             return list(sampler)
 
     def _draw(self, sampler: Any) -> list[Any]:
-        """The indices of an epoch, of batches too."""
+        """Return the indices of an epoch, of batches too."""
         return list(_flat(list(sampler)))
 
     def _epoch(self, sampler: Any) -> list[Any]:
@@ -237,7 +237,7 @@ def _rank(rank: int, world: int) -> str:
 
 
 def _first_unlike(found: Sequence[Any], expected: Sequence[Any]) -> str:
-    """The first difference of two orders, in words."""
+    """Return the first difference of two orders, in words."""
     for number, (one, other) in enumerate(zip(found, expected, strict=False)):
         if one != other:
             return f"index number {number} is {one}, where it should be {other}"

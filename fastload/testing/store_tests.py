@@ -53,7 +53,7 @@ class StoreTests:
     )
 
     def make(self) -> Store:
-        """A new store, open on the same place each time."""
+        """Return a new store, open on the same place each time."""
         raise NotImplementedError(f"{type(self).__name__} lacks make(self), which returns a store")
 
     def put(self, key: str, body: bytes) -> None:
@@ -64,23 +64,23 @@ class StoreTests:
 
     def test_listing_has_every_object_once(self) -> None:
         bodies = self._filled()
-        found: dict[str, ObjectInfo] = {}
+        listed: dict[str, ObjectInfo] = {}
         for page in self.make().list():
             for info in page:
-                if info.key in found:
+                if info.key in listed:
                     broken("a listing has every object once", f"{info.key!r} came twice", "end its pages")
-                found[info.key] = info
+                listed[info.key] = info
         for key, body in bodies.items():
-            if key not in found:
+            if key not in listed:
                 broken(
                     "a listing has every object, by its key below the URL",
-                    f"{key!r} is missing in {sorted(found)}",
+                    f"{key!r} is missing in {sorted(listed)}",
                     "return keys without the prefix of the URL, and not quoted",
                 )
-            if found[key].size != len(body):
+            if listed[key].size != len(body):
                 broken(
                     "a listing has the size of every object",
-                    f"{key!r} has {len(body)} bytes, and is listed with {found[key].size}",
+                    f"{key!r} has {len(body)} bytes, and is listed with {listed[key].size}",
                     "return the size in bytes of the whole object",
                 )
 
@@ -255,17 +255,17 @@ class StoreTests:
     def _error(
         self, what: str, kinds: type[StoreError] | tuple[type[StoreError], ...], read: Callable[[], Any]
     ) -> StoreError:
-        """The error of a read that must fail."""
+        """Return the error of a read that must fail."""
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         names = " or ".join(kind.__name__ for kind in kinds)
         try:
-            found = read()
+            body = read()
         except kinds as error:
             return error
         except Exception as error:
             result = f"raised {type(error).__name__}: {error}"
         else:
-            result = f"gave {found!r}"[:100]
+            result = f"gave {body!r}"[:100]
         broken(
             f"{what} raises {names}",
             f"it {result}",
@@ -275,7 +275,7 @@ class StoreTests:
 
 
 def _no_more(error: StoreError, seconds: float) -> None:
-    """In place of a pause before the next attempt."""
+    """Do nothing in place of a pause before the next attempt."""
     raise error
 
 

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from fastload.testing.contents import Contents, contents
 from fastload.testing.promises import (
     OTHER_SEED,
     SEED,
+    Contents,
     broken,
     check_same,
     check_same_lists,
+    contents,
     in_processes,
     loader_of,
     not_promised,
@@ -60,11 +61,11 @@ class TransformTests:
     start_methods: ClassVar[Sequence[str]] = ("fork", "spawn")
 
     def make(self) -> Any:
-        """A new transform, the same each time."""
+        """Return a new transform, the same each time."""
         raise NotImplementedError(f"{type(self).__name__} lacks make(self), which returns a new transform")
 
     def inputs(self) -> Sequence[Any]:
-        """What it is called with; by default three RGB images of PIL, of several sizes."""
+        """Return what it is called with; by default three RGB images of PIL, of several sizes."""
         noise = np.random.default_rng(0)
         return [
             Image.fromarray(noise.integers(0, 256, (height, width, 3), np.uint8)) for width, height in _SIZES
@@ -172,14 +173,14 @@ class TransformTests:
             if self.out is None:
                 continue
             dtype, shape = self.out
-            found = _form(result)
+            form = _form(result)
             if (
-                found is None
-                or found[0] != dtype
-                or len(found[1]) != len(shape)
-                or any(want not in (None, length) for want, length in zip(shape, found[1], strict=True))
+                form is None
+                or form[0] != dtype
+                or len(form[1]) != len(shape)
+                or any(want not in (None, length) for want, length in zip(shape, form[1], strict=True))
             ):
-                shown = type(result).__name__ if found is None else f"{found[0]} {found[1]}"
+                shown = type(result).__name__ if form is None else f"{form[0]} {form[1]}"
                 broken(
                     f"every result is {dtype} {tuple(shape)} (out)",
                     f"result {number} is {shown}",
@@ -221,7 +222,7 @@ class _Transformed:
 
 
 def _form(result: Any) -> tuple[str, tuple[int, ...]] | None:
-    """(dtype, shape) of a tensor or array; None for all else."""
+    """Return (dtype, shape) of a tensor or array; None for all else."""
     if not hasattr(result, "dtype") or not hasattr(result, "shape"):
         return None
     return str(result.dtype).removeprefix("torch."), tuple(result.shape)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,26 @@ def test_prepared_by_accelerate_samples_are_the_same() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1))
     assert sorted(int(x) for batch in loader for x in batch[:, 0]) == list(range(12))
+
+
+def test_warning_before_accelerate_makes_a_loader_of_torch() -> None:
+    """`Accelerator.prepare_data_loader` asks each loader for this attribute first."""
+    loader = DataLoader(Numbers(4, _row), batch_size=4)
+    with pytest.warns(
+        RuntimeWarning, match=r"accelerator.prepare would .* device=accelerator.device and sampler="
+    ):
+        assert not getattr(loader, "_is_accelerate_prepared", False)
+    with pytest.raises(AttributeError, match=r"^'DataLoader' object has no attribute 'stat'$"):
+        loader.stat  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_warning_before_ray_makes_a_loader_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's `prepare_data_loader` gives a loader a DistributedSampler, where there are several ranks."""
+    monkeypatch.setitem(sys.modules, "ray.train.torch", types.ModuleType("ray.train.torch"))
+    with warnings.catch_warnings(action="error"):
+        DataLoader(Numbers(4, _row), shuffle=True)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        DataLoader(Numbers(4, _row))  # one that each rank iterates over as a whole, as for evaluation
+    with pytest.warns(RuntimeWarning, match="prepare_data_loader of Ray would"):
+        DataLoader(Numbers(4, _row), shuffle=True)

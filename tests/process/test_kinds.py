@@ -15,7 +15,7 @@ import fastload
 from fastload import Cache, CenterCrop, DistributedSampler
 from fastload.cli.demo.s3_server import serve_s3
 from fastload.testing import DatasetTests, IterableDatasetTests
-from fastload.testing.contents import contents
+from fastload.testing.promises import contents
 from tests.kinds import BAD, COUNT, KINDS, MODES, Kind, number, numbers, photo, photo_or_damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

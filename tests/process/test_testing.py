@@ -22,7 +22,7 @@ from fastload.errors import NotFoundError
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import check_end, check_key, check_length, check_version
 from fastload.testing import DatasetTests, IterableDatasetTests, SamplerTests, StoreTests, TransformTests
-from fastload.testing.contents import contents, difference
+from fastload.testing.promises import contents, difference
 
 N = 10
 pytest_plugins = "pytester"

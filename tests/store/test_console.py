@@ -174,7 +174,7 @@ def test_tables_progress_bars_and_titles_are_printable_too(capsys: pytest.Captur
 def test_guard_removed_a_name_is_obeyed(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastload.cli.output.Console", rich.console.Console)
+    monkeypatch.setattr("fastload.cli.report.Console", rich.console.Console)
     result = CliRunner().invoke(app, [*map(str, _replay(photos, tmp_path))])
     assert "\x1b]0;owned" in result.output
 

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fastload
-from fastload.cli.demo import tether
+from fastload.cli.demo import s3_server
 from fastload.cli.demo.delay_proxy import RequestReader
 from fastload.cli.demo.photos import make_dataset, make_photo
 from fastload.cli.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
@@ -332,7 +332,7 @@ def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def _is_server(command: str) -> bool:
-    return command.startswith(str(find_rclone())) or ("_proxy.py" in command and "tether.py" not in command)
+    return command.startswith(str(find_rclone())) or ("_proxy.py" in command and "os.execv" not in command)
 
 
 def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -415,9 +415,9 @@ def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
 
 PARENT = """
 import sys, time
-from fastload.cli.demo import tether
-tether.__file__ = sys.argv[1]
-with tether.tethered(["/bin/sleep", "60"]) as child:
+from fastload.cli.demo import s3_server
+s3_server.TETHER = sys.argv[1]
+with s3_server.tethered(["/bin/sleep", "60"]) as child:
     print(child.process.pid, flush=True)
     time.sleep(60)
 """
@@ -426,11 +426,10 @@ with tether.tethered(["/bin/sleep", "60"]) as child:
 @pytest.mark.parametrize(
     "tethered", [True, pytest.param(False, marks=pytest.mark.stress)], ids=["tethered", "guard_removed"]
 )
-def test_child_ends_with_its_killed_parent(tmp_path: Path, tethered: bool) -> None:
+def test_child_ends_with_its_killed_parent(tethered: bool) -> None:
     """Guard removed: without the request to the kernel, the child of a killed parent lives on."""
-    plain = tmp_path / "plain.py"
-    plain.write_text("import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n")
-    command = [sys.executable, "-c", PARENT, tether.__file__ if tethered else str(plain)]
+    plain = "import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n"
+    command = [sys.executable, "-c", PARENT, s3_server.TETHER if tethered else plain]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

@@ -226,9 +226,9 @@ def test_secrets_are_in_no_value_that_ray_may_write_to_a_disk(
         shared.append(ray.cloudpickle.dumps(value))
         return share(self, value)
 
-    def spy_on_tasks(self: cluster.Cluster, flight: Any, flights: Any) -> None:
+    def spy_on_tasks(self: cluster.Cluster, flight: Any) -> None:
         tasks.append(flight.task)
-        start(self, flight, flights)
+        start(self, flight)
 
     monkeypatch.setattr(cluster.Cluster, "share", spy_on_shared)
     monkeypatch.setattr(cluster.Cluster, "_start", spy_on_tasks)

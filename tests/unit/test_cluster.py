@@ -16,8 +16,9 @@ import fastload
 from fastload.cli import warming
 from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
-from fastload.cli.command_options import CacheMode, CacheOptions
-from fastload.cli.data_source import SourceOptions, Target
+from fastload.cli.command_options import CacheOptions
+from fastload.cli.data_source import SourceOptions
+from fastload.cli.warm_report import Target
 from fastload.errors import ArgumentError
 
 
@@ -77,7 +78,7 @@ def test_relative_paths_are_those_of_this_directory_on_all_nodes(
 ) -> None:
     """Ray's processes work in another directory."""
     monkeypatch.chdir(tmp_path)
-    target = Target("photos", "ssd", CacheOptions(CacheMode.raw), SourceOptions(), {}).anywhere()
+    target = Target("photos", "ssd", CacheOptions("raw"), SourceOptions(), {}).anywhere()
     assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
     assert replace(target, url="s3://bucket/a#b").anywhere().url == "s3://bucket/a#b"
 

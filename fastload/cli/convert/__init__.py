@@ -8,27 +8,26 @@ import re
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.command_options import StoreOptions, parse_pairs
+from fastload.cli.convert.sample_forms import FORMS
 from fastload.cli.data_source import AUTO, KindOption
 from fastload.cli.measurement import Bars
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.report import Fault, Lines, MeasuredReport
+from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
 from fastload.errors import ArgumentError
 from fastload.metrics.units import format_size
 
 _RENAMES = 10  # shown
 
 
-class To(StrEnum):
-    """What is written."""
-
-    tar = "tar"
-    tfrecord = "tfrecord"
+if TYPE_CHECKING:
+    To = str
+else:  # for Typer, which knows the choices of an option by its type
+    To = StrEnum("To", list(FORMS))
 
 
 @dataclass(kw_only=True)
@@ -130,13 +129,13 @@ def convert(
     """
     with answering(as_json) as output:
         options = store.parse()
-        from fastload.cli.convert.inputs import open_input
+        from fastload.cli.convert.source import open_source
         from fastload.metrics.units import parse_size
 
         size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
-        opened = open_input(source, kind, options, size, shuffle)
+        opened = open_source(source, kind, options, size, shuffle)
         try:
-            wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
+            wanted = {"name": called, "to": str(to), "shard_size": size, "shuffle": shuffle}
             stored = parse_pairs(dst_option)
             with contextlib.ExitStack() as stack:
                 cluster = None
@@ -152,12 +151,12 @@ def convert(
         output.finish(report)
 
 
-def _name(given: str | None, source: str) -> str:
-    """NAME: as it was given, or the last part of the source with other characters replaced."""
-    if given is not None:
-        if not re.fullmatch(r"[\w.-]+", given):
-            raise ArgumentError(f"--name {given!r}: give letters, digits, '_', '-' and '.' only")
-        return given
+def _name(name: str | None, source: str) -> str:
+    """Return NAME as it was given, or the last part of the source with other characters replaced."""
+    if name is not None:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ArgumentError(f"--name {name!r}: give letters, digits, '_', '-' and '.' only")
+        return name
     last = source.rstrip("/").rpartition("/")[2].partition("?")[0]
     return re.sub(r"[^\w.-]", "_", last.removeprefix(".")) or "data"
 
@@ -171,7 +170,7 @@ def _run(
     output: Output,
 ) -> ConvertReport:
     """Write the missing shards, then read all of them again."""
-    from fastload.cli.convert.shard_set import Form, ShardSet
+    from fastload.cli.convert.shard_set import ShardSet
     from fastload.cli.convert.writing import Writing, Written
     from fastload.store import open_store
 
@@ -180,11 +179,10 @@ def _run(
         raise ArgumentError(
             f"{store.url!r} lies within the source {source.url!r}; choose another destination"
         )
-    copied = source.kind == wanted["to"] == "tfrecord"
+    form = FORMS[wanted["to"]]
+    form = form.copied if source.kind == wanted["to"] else form
     settings = {**wanted, "from": source.kind, "source": source.identity, "fingerprint": source.fingerprint}
-    shards = ShardSet(
-        store, wanted["name"], Form(wanted["to"], copied, source.shards), settings, source.classes
-    )
+    shards = ShardSet(store, wanted["name"], form, source.shards, settings, source.classes)
     kept, start = len(shards.shards), time.perf_counter()
     _announce(source, shards, output)
     writing, interrupted, faults = Writing(source, shards, cluster), False, list[tuple[str, str]]()

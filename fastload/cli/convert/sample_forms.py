@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import Record
-from fastload.formats.tfrecord import read_example
-from fastload.images.heif import sniff_boxes
-from fastload.shards.records import record_name
+from fastload.formats.tar import TarWriter, read_sample
+from fastload.formats.tfrecord import TFRecordWriter, encode_example, read_example
+from fastload.shards.formats import TAR, TFRECORD
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
@@ -63,7 +62,7 @@ class Digest:
             self.add(extension, content)
 
     def add_features(self, features: Mapping[str, Any]) -> None:
-        """Features with single values, as `encode_example` takes them or as `read_example` returns them."""
+        """Add features, as `encode_example` takes them or as `read_example` returns them."""
         self.add("", b"")
         for name in sorted(features):
             value = features[name]
@@ -76,7 +75,7 @@ class Digest:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(what a member's key is made from, extension) of an object's key."""
+    """Return (what a member's key is made from, extension) of an object's key."""
     stem, dot, extension = name.rpartition(".")
     extension = extension.lower()
     if dot and stem and not stem.endswith("/") and re.fullmatch("[a-z0-9_-]{1,16}", extension):
@@ -98,7 +97,7 @@ def member_key(name: str) -> str:
 
 
 def as_features(sample: Sample) -> dict[str, Any]:
-    """The features of a sample of members, for `encode_example`.
+    """Return the features of a sample of members, for `encode_example`.
 
     Raises:
         DecodeError: two of its members would be the same feature.
@@ -117,7 +116,7 @@ def as_features(sample: Sample) -> dict[str, Any]:
 
 
 def as_members(sample: Sample) -> Sample:
-    """The members of a sample that came as an Example.
+    """Return the members of a sample that came as an Example.
 
     Raises:
         DecodeError: it is no Example, or two of its features would be the same member.
@@ -141,14 +140,16 @@ def _members(name: str, values: Any) -> dict[str, Any]:
             return {"cls": str(values[0]).encode()}
         return {f"{plain}.json": json.dumps(values.tolist()).encode()}
     if len(values) == 1:
-        found = _image_kind(values[0])
-        if found:
-            return {found if name in _IMAGE_FEATURES else f"{plain}.{found}": values[0]}
+        extension = _image_kind(values[0])
+        if extension:
+            return {extension if name in _IMAGE_FEATURES else f"{plain}.{extension}": values[0]}
         return {plain: values[0]}
     return {f"{plain}.{number}": value for number, value in enumerate(values)} or {f"{plain}.json": b"[]"}
 
 
 def _image_kind(content: Any) -> str:
+    from fastload.images.heif import sniff_boxes  # it imports torch
+
     head = bytes(content[:12])
     if head[:4] == b"RIFF" and head[8:] == b"WEBP":
         return "webp"
@@ -158,13 +159,88 @@ def _image_kind(content: Any) -> str:
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
 
 
-def sound_payload(record: Record, shard: str) -> Any:
-    """The payload of a record of that shard.
+class Members:
+    """The form of WebDataset.
 
-    Raises:
-        DecodeError: the record is damaged. The error names the shard and the offset in it.
+    Attributes:
+        format: of the shards.
+        writer: makes what writes records into a file.
     """
-    if record.error is not None:
-        record.error.key = record_name(shard, record.offset)
-        raise record.error
-    return record.payload
+
+    format = TAR
+    writer: Any = TarWriter
+
+    @property
+    def copied(self) -> Form:
+        """The form of shards whose samples come in this form already."""
+        return self
+
+    def file_name(self, name: str, number: int, count: int | None) -> str:
+        """Return the name of a shard; `count` is None where their number is not known before."""
+        return f"{name}-{number:06d}.tar"
+
+    def read(self, payload: Any) -> Sample:
+        """Return the sample in a record."""
+        return Sample(*read_sample(payload), None, len(payload))
+
+    def write(self, writer: Any, sample: Sample, serial: str, keys: dict[str, str], content: Digest) -> None:
+        """Write a sample, and add it to the digest.
+
+        Args:
+            serial: its key, where it has none.
+            keys: key in the shard -> key in the source, of all samples of the shard.
+        """
+        if sample.record is not None:
+            sample = as_members(sample)
+        given = sample.key or serial
+        key = member_key(given)
+        while key in keys:  # twice in the source, or the same but for its dots
+            key = f"{key}-{serial}"
+        keys[key] = given
+        content.add_members(key, sample.members)
+        writer.write(key, sample.members)
+
+    def add_read(self, content: Digest, payload: Any) -> None:
+        """Add a record that is read to the digest, as `write` did before it was written."""
+        content.add_members(*read_sample(payload))
+
+
+class Examples:
+    """The form of TensorFlow, whose files have their count in their names, where it is known."""
+
+    format = TFRECORD
+    writer: Any = TFRecordWriter
+
+    @property
+    def copied(self) -> Form:
+        return CopiedRecords()
+
+    def file_name(self, name: str, number: int, count: int | None) -> str:
+        return f"{name}-{number:05d}{'' if count is None else f'-of-{count:05d}'}.tfrecord"
+
+    def read(self, payload: Any) -> Sample:
+        return Sample("", {}, payload, len(payload))
+
+    def write(self, writer: Any, sample: Sample, serial: str, keys: dict[str, str], content: Digest) -> None:
+        features = as_features(sample._replace(key=sample.key or serial))
+        content.add_features(features)
+        writer.write(encode_example(features))
+
+    def add_read(self, content: Digest, payload: Any) -> None:
+        content.add_features(read_example(payload))
+
+
+class CopiedRecords(Examples):
+    """The records of TFRecord files, whatever they hold."""
+
+    def write(self, writer: Any, sample: Sample, serial: str, keys: dict[str, str], content: Digest) -> None:
+        content.add("", sample.record)
+        writer.write(sample.record)
+
+    def add_read(self, content: Digest, payload: Any) -> None:
+        content.add("", payload)
+
+
+Form = Members | Examples
+_FORMS: tuple[Form, ...] = (Members(), Examples())
+FORMS: Mapping[str, Form] = {form.format.name: form for form in _FORMS}

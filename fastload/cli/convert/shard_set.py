@@ -23,22 +23,13 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from fastload.cli.convert.sample_forms import (
-    Digest,
-    Sample,
-    as_features,
-    as_members,
-    member_key,
-    sound_payload,
-)
+from fastload.cli.convert.sample_forms import Digest, Form, Sample
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.fetch.threads import ReadPool
-from fastload.formats.tar import TarWriter, parse_wds_index, read_sample
-from fastload.formats.tfrecord import TFRecordWriter, encode_example, parse_tfrecord_index, read_example
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
-from fastload.shards.formats import FORMATS
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
+from fastload.shards.records import record_name
 from fastload.store import ObjectInfo, Store
 from fastload.store.failures import Wait, sleep
 
@@ -47,27 +38,6 @@ _READ_AHEAD = 64 << 20  # bytes
 READS = 8  # at once
 _SHOWN = 3  # renames of a shard
 _REST = 4  # times the duration of a write of NAME.json, before it is written again
-
-
-class Form(NamedTuple):
-    """The form of shards.
-
-    Args:
-        kind: "tar" or "tfrecord".
-        copied: whether records are copied unchanged (TFRecord to TFRecord).
-        shards: their number; None: not known before.
-    """
-
-    kind: str
-    copied: bool
-    shards: int | None
-
-    def file_name(self, name: str, number: int) -> str:
-        """NAME-000000.tar; or TensorFlow's NAME-00000-of-00012.tfrecord, where the count is known."""
-        if self.kind == "tar":
-            return f"{name}-{number:06d}.tar"
-        of = "" if self.shards is None else f"-of-{self.shards:05d}"
-        return f"{name}-{number:05d}{of}.tfrecord"
 
 
 class WrittenShard(NamedTuple):
@@ -99,6 +69,7 @@ class ShardSet:
         store: where the shards are.
         name: NAME.
         form: of the shards.
+        count: their number; None: not known before.
         settings: of the conversion. Other settings make another set.
         classes: class names, for NAME.json.
 
@@ -112,9 +83,15 @@ class ShardSet:
     """
 
     def __init__(
-        self, store: Store, name: str, form: Form, settings: dict[str, Any], classes: list[str] | None
+        self,
+        store: Store,
+        name: str,
+        form: Form,
+        count: int | None,
+        settings: dict[str, Any],
+        classes: list[str] | None,
     ) -> None:
-        self.store, self.name, self.form = store, name, form
+        self.store, self.name, self.form, self._count = store, name, form, count
         self._settings, self._classes = settings, classes
         self.shards: list[WrittenShard] = []
         self.complete = False
@@ -130,7 +107,7 @@ class ShardSet:
         self.save()
 
     def present(self) -> dict[str, ObjectInfo]:
-        """The objects in the store with names of this set."""
+        """Return the objects in the store with names of this set."""
         try:
             listed = [info for page in self.store.list() for info in page]
         except NotFoundError:  # the directory is made later; without a bucket the first write fails
@@ -157,11 +134,15 @@ class ShardSet:
                 f"({', '.join(other)}): they are not overwritten; give another --name or destination"
             )
         for shard in (WrittenShard(**shard) for shard in document["shards"]):
-            found = present.get(shard.name)
-            if found is None or found.size != shard.bytes or index_name(shard.name) not in present:
+            info = present.get(shard.name)
+            if info is None or info.size != shard.bytes or index_name(shard.name) not in present:
                 return
             self.shards.append(shard)
         self.complete = document["complete"]
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a shard."""
+        return self.form.file_name(self.name, number, self._count)
 
     def make(
         self,
@@ -170,48 +151,32 @@ class ShardSet:
         position: Callable[[], Any],
         progress: Callable[[Sample], None],
     ) -> UnsentShard:
-        """Shard `number`, of `samples`, in a file. `position()` is called after the last sample."""
+        """Make shard `number`, of `samples`, in a file. `position()` is called after the last sample."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed after it was sent
         whole, content, keys = xxh3_64(), Digest(), dict[str, str]()
-        writer: Any = (TarWriter if self.form.kind == "tar" else TFRecordWriter)(_Spool(file, whole))
+        writer = self.form.writer(_Spool(file, whole))
         try:
             for sample in samples:
-                if self.form.copied:
-                    content.add("", sample.record)
-                    writer.write(sample.record)
-                else:
-                    self._write(writer, content, keys, sample, f"{number:06d}-{writer.samples:06d}")
+                self.form.write(writer, sample, f"{number:06d}-{writer.samples:06d}", keys, content)
                 progress(sample)
             writer.close()
             file.flush()
         except BaseException:
             file.close()
             raise
-        name = self.form.file_name(self.name, number)
         places = writer.index()
         sums = (whole.hexdigest(), content.text(), xxh3_64(places).hexdigest())
         renames = [(given, key) for key, given in keys.items() if key != given]
         shard = WrittenShard(
-            name, writer.size, writer.samples, *sums, position(), len(renames), dict(renames[:_SHOWN])
+            self.file_name(number),
+            writer.size,
+            writer.samples,
+            *sums,
+            position(),
+            len(renames),
+            dict(renames[:_SHOWN]),
         )
         return UnsentShard(shard, file, places)
-
-    def _write(self, writer: Any, content: Digest, keys: dict[str, str], sample: Sample, serial: str) -> None:
-        """Write a sample. `keys` gets its key in the tar, and its key in the source."""
-        if sample.record is not None:
-            sample = as_members(sample)
-        key = sample.key or serial
-        if self.form.kind == "tfrecord":
-            features = as_features(sample._replace(key=key))
-            content.add_features(features)
-            writer.write(encode_example(features))
-            return
-        given, key = key, member_key(key)
-        while key in keys:  # twice in the source, or the same but for its dots
-            key = f"{key}-{serial}"
-        keys[key] = given
-        content.add_members(key, sample.members)
-        writer.write(key, sample.members)
 
     def send(self, made: UnsentShard) -> None:
         """Write a shard to the store. Its index comes first: no shard is ever seen without one."""
@@ -220,13 +185,13 @@ class ShardSet:
             self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
 
     def unfilled(self) -> ShardSet:
-        """A small copy that makes and sends shards in another process, without what only NAME.json needs."""
+        """Return a small copy for another process, without what only NAME.json needs."""
         other = copy.copy(self)
         other.shards, other._classes = [], None
         return other
 
     def add(self, shard: WrittenShard) -> None:
-        """A shard was sent."""
+        """Add a shard that was sent."""
         self.shards.append(shard)
         if time.monotonic() - self._saved > _REST * self._took:
             self.save()
@@ -267,7 +232,7 @@ class _Spool(NamedTuple):
 
 
 def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-    """(name, fault) of each shard that differs from what was written.
+    """Return (name, fault) of each shard that differs from what was written.
 
     The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
     with the offsets at which the samples were found.
@@ -287,11 +252,12 @@ def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[t
 
 
 def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
-    """In what a shard differs from what was written; "": in nothing."""
+    """Return in what a shard differs from what was written; "": in nothing."""
     if info is None or info.size != shard.bytes:
         return f"has {0 if info is None else info.size:,} bytes instead of {shard.bytes:,}"
     whole, content, offsets = xxh3_64(), Digest(), list[list[int]]()
-    hashed = 0
+    form, hashed = shards.form, 0
+    assert form.format.index_files is not None
 
     def hash_piece(piece: Any) -> None:
         nonlocal hashed
@@ -301,18 +267,20 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
     reader = ShardReader(
         shards.store,
         Shard(info.key, info.size, info.version, compressed=False),
-        FORMATS[shards.form.kind].splitter,
+        form.format.splitter,
         ahead=ReadAhead.of(_READ_AHEAD, 1),
         pool=pool,
         on_piece=hash_piece,
     )
     try:
         while (record := reader.next()) is not None:
-            _add(content, shards.form, sound_payload(record, info.key))
+            if record.error is not None:
+                record.error.key = record_name(info.key, record.offset)
+                raise record.error
+            form.add_read(content, record.payload)
             offsets.append([record.offset, record.size])
         index = bytes(shards.store.read(index_name(shard.name)))
-        parse = parse_wds_index if shards.form.kind == "tar" else parse_tfrecord_index
-        indexed = parse(index, shard.bytes).tolist()
+        indexed = form.format.index_files.parse(index, shard.bytes).tolist()
     except (DecodeError, NotFoundError) as error:
         return str(error)
     finally:
@@ -327,13 +295,3 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
     if indexed != offsets or xxh3_64(index).hexdigest() != shard.places:
         return "has another index than the one written"
     return ""
-
-
-def _add(content: Digest, form: Form, payload: Any) -> None:
-    """What `ShardSet.make` did before the sample was written, with what is read."""
-    if form.copied:
-        content.add("", payload)
-    elif form.kind == "tar":
-        content.add_members(*read_sample(payload))
-    else:
-        content.add_features(read_example(payload))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastload.cli.cluster import Cluster, Task
-from fastload.cli.convert.inputs import ObjectsInput
 from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
+from fastload.cli.convert.source import Objects
 from fastload.cli.measurement import Bars, Rate
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.fetch.threads import ReadPool
@@ -26,7 +26,7 @@ from fastload.store.manifest import Manifest
 
 def check_source(source: Any) -> None:
     """Refuse a source whose shards cannot be made apart from each other."""
-    if not isinstance(source, ObjectsInput):
+    if not isinstance(source, Objects):
         raise ArgumentError(
             f"--ray and {source.kind} shards in {source.url!r}: where a new shard begins is known only after "
             "the one before it was read; run the command without --ray"
@@ -51,7 +51,7 @@ class Writing:
     """Makes shards and sends each while the next one is made: two temporary files at a time.
 
     Args:
-        source: an `Input`.
+        source: a `Source`.
         shards: a `ShardSet`.
         cluster: does both on its nodes; None: this process does.
     """
@@ -92,7 +92,7 @@ class Writing:
             raise
 
     def verify(self, progress: Callable[[Any], None]) -> list[tuple[str, str]]:
-        """(name, fault) of each shard that differs from what was written."""
+        """Return (name, fault) of each shard that differs from what was written."""
         if self._nodes is not None:
             return self._nodes.verify(progress)
         return verify(self._shards, progress)
@@ -137,7 +137,7 @@ class NodesWriting:
         shards: what is written.
     """
 
-    def __init__(self, cluster: Cluster, source: ObjectsInput, shards: ShardSet) -> None:
+    def __init__(self, cluster: Cluster, source: Objects, shards: ShardSet) -> None:
         self._cluster, self._source, self._shards = cluster, source, shards
         self._tasks = sum(node.cpus for node in cluster.nodes)
 
@@ -145,13 +145,14 @@ class NodesWriting:
         """Write the missing shards. `progress(samples, bytes)` is called after each."""
         source, shards = self._source, self._shards
         starts = source.starts()
-        listing, given = self._cluster.share(source.manifest), shards.unfilled()
+        packed, listing = source.packed()
+        listed, target = self._cluster.share(listing), shards.unfilled()
         tasks = iter(
             [
                 Task(
                     _write_shard,
-                    (source.opened, listing, given, number, starts[number], source.fingerprint),
-                    f"shard {shards.form.file_name(shards.name, number)}",
+                    (packed, listed, target, number, starts[number], source.fingerprint),
+                    f"shard {shards.file_name(number)}",
                 )
                 for number in range(len(shards.shards), len(starts))
             ]
@@ -164,11 +165,11 @@ class NodesWriting:
                 shards.add(arrived.pop(len(shards.shards)))
 
     def verify(self, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-        """See `verify.verify`."""
-        present, given = self._shards.present(), self._shards.unfilled()
+        """Return as `shard_set.verify` does."""
+        present, target = self._shards.present(), self._shards.unfilled()
         tasks: Iterator[Task] = iter(
             [
-                Task(_verify_shard, (given, present.get(shard.name), shard), f"shard {shard.name}")
+                Task(_verify_shard, (target, present.get(shard.name), shard), f"shard {shard.name}")
                 for shard in self._shards.shards
             ]
         )
@@ -181,10 +182,10 @@ class NodesWriting:
 
 
 def _write_shard(
-    opened: dict[str, Any], listing: Manifest, shards: ShardSet, number: int, start: int, fingerprint: str
+    packed: bytes, listing: Manifest, shards: ShardSet, number: int, start: int, fingerprint: str
 ) -> tuple[WrittenShard, int]:
-    """A shard that has arrived, and the bytes of the objects that it was made of."""
-    source = ObjectsInput(**opened, manifest=listing)
+    """Return a shard that has arrived, and the bytes of the objects that it was made of."""
+    source = Objects.unpacked(packed, listing)
     if source.fingerprint != fingerprint:
         raise ArgumentError(
             "a node draws another order of the samples: install the same version of numpy on all nodes, or "

@@ -40,7 +40,7 @@ def chart_png(document: dict[str, Any]) -> bytes:
 
 
 def _specification(document: dict[str, Any]) -> dict[str, Any]:
-    """The chart in Vega-Lite."""
+    """Return the chart in Vega-Lite."""
     bars = _bars(document)
     lines = [
         {"images_per_second": rate, "label": f"{name} need {rate:,}"}
@@ -65,7 +65,7 @@ def _specification(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rates(top: float) -> dict[str, Any]:
-    """The x axis."""
+    """Return the x axis."""
     return {
         "field": "images_per_second",
         "type": "quantitative",
@@ -75,7 +75,7 @@ def _rates(top: float) -> dict[str, Any]:
 
 
 def _names(names: list[str]) -> dict[str, Any]:
-    """The y axis."""
+    """Return the y axis."""
     return {
         "field": "name",
         "type": "nominal",
@@ -96,7 +96,7 @@ def _bar_layer(bars: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any])
 
 
 def _line_layers(lines: list[dict[str, Any]], x: dict[str, Any]) -> list[dict[str, Any]]:
-    """The dashed lines for the needs of GPUs, each with its label above the bars."""
+    """Draw dashed lines for the needs of GPUs, each with its label above the bars."""
     above = {"y": {"value": -9}, "text": {"field": "label"}}
     return [
         {
@@ -113,7 +113,7 @@ def _line_layers(lines: list[dict[str, Any]], x: dict[str, Any]) -> list[dict[st
 
 
 def _label_layers(bars: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figure beside each bar, twice: a white edge keeps it readable where a line runs through it."""
+    """Write the figure beside each bar, twice: a white edge keeps it readable above a line."""
     mark = {"type": "text", "align": "left", "dx": 8, "fontSize": 14, "fontWeight": "bold"}
     return [
         {
@@ -126,7 +126,7 @@ def _label_layers(bars: list[dict[str, Any]], x: dict[str, Any], y: dict[str, An
 
 
 def _bars(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of data for each loader."""
+    """Return a row of data for each loader."""
     first, second = document["fastload"].values()
     ratio = document["ratio"]
     return [

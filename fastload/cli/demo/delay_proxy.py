@@ -217,7 +217,7 @@ class ClientSide(Side):
 
 
 def mend_status(answer: bytes) -> bytes:
-    """The first chunk of an answer, with status 206 where it is that of a range under status 200."""
+    """Return the first chunk of an answer, with status 206 where it is that of a range under status 200."""
     head, end, body = answer.partition(b"\r\n\r\n")
     if head.startswith(b"HTTP/1.1 200 OK\r\n") and b"\r\ncontent-range:" in head.lower():
         head = head.replace(b"200 OK", b"206 Partial Content", 1)

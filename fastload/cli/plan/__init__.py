@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
-from fastload.cli.data_source import (
-    INDEXABLE,
-    DataUrl,
-    SourceOptions,
-    find_kind,
-    first_records,
-    list_shards,
-)
-from fastload.cli.output import JsonOption, answering
+from fastload.cli.data_source import INDEXABLE, DataUrl, SourceOptions, find_kind
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
 from fastload.cli.plan.prices import Cost, Prices, find_prices
-from fastload.cli.report import Lines, MeasuredReport, dimmed
+from fastload.cli.report import JsonOption, Lines, MeasuredReport, answering, dimmed
 from fastload.metrics.units import format_size, parse_size
-from fastload.shards.formats import FORMATS
 
 ADVICE = {
     "GPUs": "the GPUs are the limit: the loader is fast enough",
@@ -150,7 +140,7 @@ def plan(
     quality: Quality = 90,
     objects: Annotated[int, typer.Option(metavar="N", min=16, help="Number of objects to read.")] = 256,
     cache: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR", help="A directory on the disk of the cache. The command measures that disk."
         ),
@@ -161,69 +151,67 @@ def plan(
     """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
     with answering(as_json) as output:
         options = store.parse()
-        from fastload.cli.plan.probe import probe_disk, probe_samples
-
         priced = find_prices(url, options, prices)
-        capacity = parse_size(size_limit, "--size-limit")
-        disk = None if cache is None else probe_disk(cache)
-        kept = {"short_side": short_side, "quality": quality}
-        kind = find_kind(url, options, source.kind)
-        if kind in INDEXABLE:
-            probe = _probe_shards(
-                kind, url, options, objects=objects, size=size, workers=num_workers, cache=kept
-            )
-        else:
-            probe = probe_samples(url, kind, source, options, objects=objects, size=size, cache=kept)
-        node = Node(cores_left(CORES, probe.others), num_workers, capacity, *(disk or (None, None)))
-        demand = Demand(gpus * gpu_rate, epochs)
-        predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
-        best = min(predictions, key=lambda name: predictions[name].total_seconds)
-        output.finish(
-            PlanReport(
-                settings=Settings(
-                    url=probe.url,
-                    kind=kind,
-                    size_limit=capacity,
-                    gpus=gpus,
-                    gpu_rate=gpu_rate,
-                    num_workers=num_workers,
-                    epochs=epochs,
-                    size=size,
-                    **kept,
-                ),
-                measured=Measured(
-                    **vars(probe.data),
-                    probed=probe.objects,
-                    disk_write=node.disk_write,
-                    disk_read=node.disk_read,
-                    others_busy_cores=round(probe.others, 2),
-                    modes=probe.modes,
-                ),
-                modes={
-                    name: PricedPrediction(**vars(found), cost=_bill(found, epochs, priced))
-                    for name, found in predictions.items()
-                },
-                prices=priced,
-                demand=demand.rate,
-                best=best,
-                advice=_advice(predictions[best], best, node),
-                assumptions=[*_assumptions(probe, node), _price_words(priced)],
-            )
+        settings = Settings(
+            url=url,
+            kind="",
+            size_limit=parse_size(size_limit, "--size-limit"),
+            gpus=gpus,
+            gpu_rate=gpu_rate,
+            num_workers=num_workers,
+            epochs=epochs,
+            size=size,
+            short_side=short_side,
+            quality=quality,
         )
+        output.finish(_predict(settings, source, options, objects, cache, priced))
 
 
-def _probe_shards(kind: str, url: str, options: dict[str, Any], **arguments: Any) -> Any:
-    """Probe shards whose samples have an image."""
-    from fastload.cli.plan.probe import probe_shards
+def _predict(
+    settings: Settings,
+    source: SourceOptions,
+    options: dict[str, Any],
+    objects: int,
+    cache: str | None,
+    prices: Prices | None,
+) -> PlanReport:
+    """Measure the disk and some samples, and predict each mode from that."""
+    from fastload.cli.plan.probe import probe_disk, probe_samples, probe_shards
 
-    shards, form = list_shards(kind, url, cache=None, storage_options=options), FORMATS[kind]
-    image = first_records(shards, kind).image
-
-    def image_of(payload: Any) -> bytes | None:
-        value = form.read_fields(payload).get(image) if form.read_fields is not None else None
-        return None if value is None else bytes(value)
-
-    return probe_shards(shards, form, image_of, options, **arguments)
+    disk = None if cache is None else probe_disk(cache)
+    settings.kind = find_kind(settings.url, options, source.kind)
+    kept = {"short_side": settings.short_side, "quality": settings.quality}
+    asked: dict[str, Any] = {"objects": objects, "size": settings.size, "cache": kept}
+    if settings.kind in INDEXABLE:
+        probe = probe_shards(settings.url, settings.kind, options, workers=settings.num_workers, **asked)
+    else:
+        probe = probe_samples(settings.url, settings.kind, source, options, **asked)
+    settings.url = probe.url
+    cores = cores_left(CORES, probe.others)
+    node = Node(cores, settings.num_workers, settings.size_limit, *(disk or (None, None)))
+    demand = Demand(settings.gpus * settings.gpu_rate, settings.epochs)
+    predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
+    best = min(predictions, key=lambda name: predictions[name].total_seconds)
+    return PlanReport(
+        settings=settings,
+        measured=Measured(
+            **vars(probe.data),
+            probed=probe.objects,
+            disk_write=node.disk_write,
+            disk_read=node.disk_read,
+            others_busy_cores=round(probe.others, 2),
+            modes=probe.modes,
+        ),
+        modes={
+            name: PricedPrediction(**vars(run), cost=_bill(run, settings.epochs, prices))
+            for name, run in predictions.items()
+        },
+        prices=prices,
+        demand=demand.rate,
+        best=best,
+        advice=_advice(predictions[best], best, node),
+        assumptions=[*_assumptions(probe, node), _price_words(prices)],
+    )
 
 
 def _bill(prediction: Prediction, epochs: int, prices: Prices | None) -> Cost | None:

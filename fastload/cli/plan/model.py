@@ -112,23 +112,22 @@ class Prediction:
 
 
 def cores_left(cores: int, others: float) -> float:
-    """The cores for a loader where other processes keep `others` busy: at least half, because the kernel
-    is fair."""
+    """Return the cores for a loader where others keep some busy: at least half, for the kernel is fair."""
     return max(cores - others, cores / 2)
 
 
 def hit_rate(cache_bytes: float, objects: int, stored_bytes: float) -> float:
-    """The share of the samples in a cache of that size, from the second epoch on."""
+    """Return the share of the samples in a cache of that size, from the second epoch on."""
     return min(1.0, cache_bytes / (objects * (stored_bytes + RECORD_BYTES)))
 
 
 def connections_needed(rate: float, misses: float, request_seconds: float) -> int:
-    """Requests in flight for `rate` samples per second, where the share `misses` comes from the store."""
+    """Return the requests in flight for `rate` samples/s, where the share `misses` comes from the store."""
     return math.ceil(rate * misses * request_seconds)
 
 
 def predict(data: Data, mode: Mode, node: Node, demand: Demand) -> Prediction:
-    """A whole run in one cache mode."""
+    """Predict a whole run in one cache mode."""
     hits = hit_rate(node.cache_bytes, data.objects, mode.stored_bytes)
     streamed = data.streaming is not None
     first = predict_epoch(data, mode, node, demand, hits=0.0, filling=hits, streamed=streamed)
@@ -149,7 +148,7 @@ def predict_epoch(
     filling: float = 0.0,
     streamed: bool = False,
 ) -> Epoch:
-    """One epoch in which the share `hits` of samples comes from the cache, and `filling` goes into it.
+    """Predict an epoch in which the share `hits` of samples comes from the cache, and `filling` goes into it.
 
     Args:
         streamed: whether shards are read as streams.
@@ -172,7 +171,7 @@ def predict_epoch(
 
 
 def _at_random(data: Data, node: Node) -> Streaming:
-    """A request a sample, in the same terms."""
+    """Return how a request a sample reads, in the same terms."""
     in_flight = min(NODE_REQUESTS, WORKER_REQUESTS * node.workers)
     return Streaming(1.0, data.request_seconds, data.get_cpu, in_flight, True)
 

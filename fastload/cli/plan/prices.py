@@ -65,7 +65,7 @@ _TABLE["gcs"], _TABLE["s3a"] = _TABLE["gs"], _TABLE["s3"]
 
 
 def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Prices | None:
-    """The prices in a TOML file, else those of the store of `url`; None: they are not known.
+    """Return the prices in a TOML file, else those of the store of `url`; None: they are not known.
 
     Args:
         url, options: as for `open_store`. An s3:// URL with an endpoint is not Amazon's.
@@ -78,27 +78,27 @@ def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Pric
         prices = _TABLE.get(url.partition("://")[0].lower())
         return prices if prices and not _has_endpoint(url, options) else None
     try:
-        found: dict[str, Any] = tomllib.loads(file.read_text())
+        document: dict[str, Any] = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--prices {str(file)!r} cannot be read as TOML: {error}") from None
     names = [field.name for field in fields(Prices)]
-    unknown = sorted(found.keys() - set(names))
+    unknown = sorted(document.keys() - set(names))
     if unknown:
         raise ArgumentError(f"--prices {str(file)!r} has {unknown}; known are {names}")
     for name in _NUMBERS:
-        value = found.get(name)
+        value = document.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
             raise ArgumentError(f"--prices {str(file)!r}: {name} must be a number >= 0, found {value!r}")
-    if not isinstance(found.get("currency"), str) or not found["currency"]:
+    if not isinstance(document.get("currency"), str) or not document["currency"]:
         raise ArgumentError(f"--prices {str(file)!r}: currency must be a code, such as 'USD'")
-    get, listing, egress = (float(found[name]) for name in _NUMBERS)
-    return Prices(found["currency"], get, listing, egress, str(found.get("source", file)))
+    get, listing, egress = (float(document[name]) for name in _NUMBERS)
+    return Prices(document["currency"], get, listing, egress, str(document.get("source", file)))
 
 
 def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
-    """Whether an option or the environment names the server."""
+    """Return whether an option or the environment names the server."""
     from fastload.store import open_store
 
-    found = open_store(url, **options).public_options()[0]
-    named = found.keys() | found.get("client_kwargs", {}).keys()
+    public = open_store(url, **options).public_options()[0]
+    named = public.keys() | public.get("client_kwargs", {}).keys()
     return bool({"endpoint", "endpoint_url", "base_url"} & named)

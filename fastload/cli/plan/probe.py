@@ -15,9 +15,17 @@ import numpy as np
 
 import fastload
 from fastload.cache import Cache
+from fastload.cache.cache import absolute
 from fastload.cache.codecs import CODECS, CacheCodec, Images
 from fastload.cache.maintenance import Disk, measure_disk
-from fastload.cli.data_source import FOLDER, SourceOptions, encoded_image, open_encoded
+from fastload.cli.data_source import (
+    FOLDER,
+    SourceOptions,
+    encoded_image,
+    first_records,
+    list_shards,
+    open_encoded,
+)
 from fastload.cli.plan.model import Data, Mode, Streaming
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.fetch.limits import SETTINGS
@@ -26,9 +34,8 @@ from fastload.formats.sample import dump, load
 from fastload.images.dct import with_rows
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
-from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import SMALL_RECORD
-from fastload.shards.formats import ShardFormat
+from fastload.shards.formats import FORMATS, ShardFormat
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.store import Store
 
@@ -120,21 +127,39 @@ def _read_alone(dataset: Any, indices: list[int], deadline: float) -> float:
     return median(seconds[1:] or seconds)
 
 
+class _Use:
+    """The time and the CPU that pass from now on.
+
+    Args:
+        others: cores that other processes keep busy. With it all other CPU use is the store's, and counts
+            too; None: the store runs elsewhere.
+    """
+
+    def __init__(self, others: float | None) -> None:
+        self._others = others
+        self._begin = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        """Return (seconds, core-seconds)."""
+        machine, own, start = self._begin
+        seconds, cpu = time.perf_counter() - start, time.process_time() - own
+        if self._others is not None:
+            cpu = max(cpu, _CORES.busy_seconds() - machine - self._others * seconds)
+        return seconds, cpu
+
+
 class _Together(NamedTuple):
+    """What was read at the same time."""
+
     objects: int
     bytes: int
     seconds: float
     cpu: float
-    own_cpu: float
 
 
 def _read_together(dataset: Any, indices: list[int], deadline: float, others: float | None) -> _Together:
-    """Read through the prefetcher and into a cache, as training does.
-
-    With `others`, the cores that other processes keep busy, all other CPU use is the store's, and counts too.
-    """
-    machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
-    done = read = 0
+    """Read through the prefetcher and into a cache, as training does. `others` as of `_Use`."""
+    use, done, read = _Use(others), 0, 0
     for warmed in dataset.warm(indices):
         done += warmed.outcome in ("stored", "present")
         read += warmed.size
@@ -142,13 +167,11 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
             break
     if not done:
         raise StoreError("none of the objects of the probe could be read", stage="get")
-    seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
-    cpu = own_cpu if others is None else max(own_cpu, _CORES.busy_seconds() - machine - others * seconds)
-    return _Together(done, read, seconds, cpu, own_cpu)
+    return _Together(done, read, *use.read())
 
 
 def _met_a_ceiling(get: _Together, alone: float) -> bool:
-    """Whether 32 requests in flight were much slower than expected, although this process was not busy."""
+    """Return whether 32 requests in flight were much slower than expected, though there was CPU left."""
     expected = 32 / alone
     return get.objects / get.seconds < expected / 3 and get.cpu / get.seconds < BUSY
 
@@ -156,7 +179,7 @@ def _met_a_ceiling(get: _Together, alone: float) -> bool:
 def probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
-    """Bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
+    """Measure bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
@@ -165,7 +188,7 @@ def probe_modes(
         if not isinstance(codec, kind):  # not available here
             continue
         records, encode_cpu = timed(partial(_record, codec), payloads)
-        samples = [codec.open(load(one) if codec.packs else one) for one in records]
+        samples = [codec.open(load(record) if codec.packs else record) for record in records]
         if not samples:
             _record(codec, payloads[0])  # raises the reason: damage, or a format that needs Pillow
             raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
@@ -187,7 +210,7 @@ def _record(codec: CacheCodec, image: bytes) -> Any:
 
 
 def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
-    """The results of `work` for the items, without bad images, and the core-seconds of each."""
+    """Return the results of `work` for the items, without bad images, and the core-seconds of each."""
     results = []
     start = time.thread_time()
     for item in items:
@@ -199,26 +222,26 @@ def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], floa
     return results, seconds / max(1, len(results))
 
 
-def probe_disk(directory: Path) -> Disk:
+def probe_disk(directory: str | Path) -> Disk:
     """Write 64 MiB to a file in `directory`, made if absent, and read it back.
 
     Raises:
         ArgumentError: the directory is not writable.
     """
     try:
-        return measure_disk(directory)
+        return measure_disk(Path(absolute(directory)))
     except OSError as error:
         raise ArgumentError(f"--cache {str(directory)!r}: {error.strerror or error}") from None
 
 
 def is_here(options: dict[str, Any]) -> bool:
-    """Whether the store runs on this machine, and takes its CPU from the loader."""
+    """Return whether the store runs on this machine, and takes its CPU from the loader."""
     host = urlsplit(str(options.get("endpoint_url", ""))).hostname or ""
     return host == "localhost" or host.startswith("127.")
 
 
 def busy_cores(seconds: float) -> float:
-    """The number of cores that other processes keep busy now."""
+    """Measure the number of cores that other processes keep busy now."""
     before, start = _CORES.busy_seconds(), time.perf_counter()
     time.sleep(seconds)
     return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)
@@ -238,13 +261,11 @@ class _ShardsRead(NamedTuple):
     images: list[bytes]
     seconds: float
     cpu: float
-    compressed: bool  # any of the shards
 
 
 def probe_shards(
-    shards: ShardList,
-    form: ShardFormat,
-    image_of: Callable[[Any], bytes | None],
+    url: str,
+    kind: str,
     options: dict[str, Any],
     *,
     objects: int,
@@ -255,15 +276,14 @@ def probe_shards(
     """Read some shards from their beginning on, `objects` samples or 15 s of them.
 
     Args:
-        image_of: payload of a record -> its image; None: it has none.
-        options: of the store.
-        size: pixels of each side of the crop.
-        workers: of the training.
-        cache: short_side and quality of the modes.
+        workers: workers of the training.
+        url, kind, options, objects, size, cache: as of `probe_samples`.
 
     Raises:
         ArgumentError: the shards are compressed. NotFoundError: there are no images.
     """
+    shards = list_shards(kind, url, cache=None, storage_options=options)
+    image = first_records(shards, kind).image
     deadline = time.monotonic() + SECONDS
     order = np.random.default_rng(0).permutation(len(shards)).tolist()
     chosen = [shards[number] for number in order if shards[number].size][:_AT_ONCE]
@@ -273,47 +293,32 @@ def probe_shards(
     piece = min(ahead.piece, int(np.mean([shard.size for shard in chosen])))
     range_seconds = _range_alone(shards.store, chosen, piece)
     here, others = is_here(options), busy_cores(0.5)
-    read = _read_shards(shards.store, chosen, form, image_of, objects, deadline, others if here else None)
-    if read.compressed:
-        raise ArgumentError(
-            f"{shards.store.url!r}: the shards are compressed, so that it is not known how many samples they "
-            "have and what a request brings: plan the plain ones"
-        )
-    if not read.images:
-        raise NotFoundError(f"{shards.store.url!r}: no image in the first {len(read.sizes):,} samples")
+    read = _read_shards(
+        shards.store, chosen, FORMATS[kind], image, objects, deadline, others if here else None
+    )
     mean, cpu = float(np.mean(read.sizes)), read.cpu / len(read.sizes)
     speed = sum(read.sizes) / read.seconds
     ceiling = speed < len(chosen) * piece / range_seconds / 3 and read.cpu / read.seconds < BUSY
-    total = sum(shards[number].size for number in range(len(shards)))
     streaming = Streaming(
-        max(1.0, piece / mean),
-        range_seconds,
-        cpu,
-        in_flight,
-        at_random=mean >= SMALL_RECORD,
+        max(1.0, piece / mean), range_seconds, cpu, in_flight, at_random=mean >= SMALL_RECORD
     )
-    data = Data(
-        max(1, round(total / mean)),
-        mean,
-        _range_alone(shards.store, chosen, round(mean)),
-        cpu,
-        speed if ceiling else None,
-        streaming,
-    )
+    alone = _range_alone(shards.store, chosen, round(mean))
+    count = max(1, round(shards.total_bytes() / mean))
+    data = Data(count, mean, alone, cpu, speed if ceiling else None, streaming)
     scale = mean * len(read.images) / max(1, sum(map(len, read.images)))  # from the images to whole records
     modes = probe_modes(read.images, size, cache, _cache_cpu(read.images), scale)
     return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
 
 
 def _read_ahead(workers: int) -> tuple[ReadAhead, int]:
-    """How a training with the default `cycle_length` reads: the pieces, and all requests in flight."""
+    """Return how a training with the default `cycle_length` reads: the pieces, and all requests in flight."""
     readers = max(1, _CYCLE // workers)
     ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
     return ahead, min(SETTINGS.node_requests, workers * readers * ahead.pieces)
 
 
 def _range_alone(store: Store, chosen: list[Shard], size: int) -> float:
-    """Seconds of a request for so many bytes without others; the first, which connects, does not count."""
+    """Measure the seconds of a request for so many bytes without others, once connected."""
     seconds = []
     for shard in (chosen * _RANGES_ALONE)[: _RANGES_ALONE + 1]:
         start = time.perf_counter()
@@ -326,44 +331,52 @@ def _read_shards(
     store: Store,
     chosen: list[Shard],
     form: ShardFormat,
-    image_of: Callable[[Any], bytes | None],
+    image: str,
     objects: int,
     deadline: float,
     others: float | None,
 ) -> _ShardsRead:
     """Read the beginnings of the shards at the same time, and cut them into records in turn.
 
-    With `others`, the cores that other processes keep busy, all other CPU use is the store's, and counts too.
+    Args:
+        image: name of the field that is an image.
+        others: see `_Use`.
+
+    Raises:
+        ArgumentError, NotFoundError: as `probe_shards`.
     """
     pool = ReadPool(_AT_ONCE, Counters())
     readers = [
         ShardReader(store, shard, form.splitter, ahead=ReadAhead(1 << 20, 2), pool=pool) for shard in chosen
     ]
-    machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
-    sizes, images, going = list[int](), list[bytes](), list(readers)
+    use, sizes, images, going = _Use(others), list[int](), list[bytes](), list(readers)
     while going and len(sizes) < objects and time.monotonic() < deadline:
         for reader in list(going):
             record = reader.next()
-            if record is None or record.error is not None:
+            if record is None or record.payload is None:
                 going.remove(reader)
                 continue
             sizes.append(record.size)
-            image = image_of(record.payload) if len(images) < DECODED else None
-            if image is not None:
-                images.append(image)
-    seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
+            if len(images) < DECODED and form.read_fields is not None:
+                value = form.read_fields(record.payload).get(image)
+                images += [] if value is None else [bytes(value)]
+    seconds, cpu = use.read()
     compressed = any(reader.compressed for reader in readers)
     for reader in readers:
         reader.close()
     pool.close()
-    if not sizes:
-        raise NotFoundError(f"{store.url!r}: the shards have no samples that can be read", stage="get")
-    cpu = own_cpu if others is None else max(own_cpu, _CORES.busy_seconds() - machine - others * seconds)
-    return _ShardsRead(sizes, images, seconds, cpu, compressed)
+    if compressed:
+        raise ArgumentError(
+            f"{store.url!r}: the shards are compressed, so that it is not known how many samples they have "
+            "and what a request brings: plan the plain ones"
+        )
+    if not images:
+        raise NotFoundError(f"{store.url!r}: no image in the first {len(sizes):,} samples that can be read")
+    return _ShardsRead(sizes, images, seconds, cpu)
 
 
 def _cache_cpu(images: list[bytes]) -> float:
-    """Core-seconds of reading a record of a cache."""
+    """Measure the core-seconds of reading a record of a cache."""
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
         cache = Cache(Path(folder) / "cache", "raw")
         keys = [cache.key(str(number)) for number in range(len(images))]

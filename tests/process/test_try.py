@@ -1,0 +1,533 @@
+"""A script with torch's loader replaced: `python -m fastload SCRIPT.py`, and `fastload try`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastload.cli import trial
+from fastload.cli.demo.photos import make_dataset
+from tests.patience import PATIENCE
+from tests.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+OURS = "fastload.loader.dataloader"
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+class Photos(Dataset):
+    def __init__(self, root):
+        self.paths = sorted(Path(root).rglob("*.jpg"))
+        self.classes = sorted({path.parent.name for path in self.paths})
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        path = self.paths[index]
+        with Image.open(path) as image:
+            pixels = bytearray(image.convert("RGB").resize((32, 32)).tobytes())
+        return torch.frombuffer(pixels, dtype=torch.uint8) / 255, self.classes.index(path.parent.name)
+
+if __name__ == "__main__":
+    torch.manual_seed(7)  # SEED
+    loader = DataLoader(Photos(sys.argv[1]), batch_size=4, shuffle=True, num_workers=2)
+    for epoch in range(int(sys.argv[2])):
+        for images, labels in loader:
+            time.sleep(0.001)
+"""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 photos in 3 classes."""
+    directory = tmp_path_factory.mktemp("photos")
+    make_dataset(directory, 24, classes=3)
+    return directory
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def write(text: str, name: str = "train.py") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def fastload(
+    *arguments: object, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastload", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def tried(*arguments: object, seconds: int = 2) -> tuple[int, dict[str, Any]]:
+    done = fastload("try", "--seconds", seconds, "--json", *arguments)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+# --- python -m fastload SCRIPT.py
+
+WHAT_A_SCRIPT_SEES = """
+import json, sys
+import helper
+here = 1
+print(json.dumps([__name__, __file__, sys.argv, sys.path[0], __spec__ is None, sys.modules["__main__"].here]))
+"""
+
+
+def test_script_sees_what_python_shows(write: Any, tmp_path: Path) -> None:
+    write("", "helper.py")
+    write(WHAT_A_SCRIPT_SEES, "sub.py")
+    options: Any = {"cwd": tmp_path, "capture_output": True, "text": True}
+    plain = subprocess.run([sys.executable, "sub.py", "--seconds", "a b"], **options, check=True)
+    ours = fastload("sub.py", "--seconds", "a b", cwd=tmp_path)
+    assert ours.stdout == plain.stdout and ours.returncode == 0
+
+
+NAMES = """
+import os
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+import sys
+assert "torch" not in sys.modules
+import torch
+import torch.utils.data.dataloader
+from torch.utils.data import DataLoader
+
+class Framework(DataLoader):
+    pass
+
+loader = Framework([1, 2, 3], 2)
+assert isinstance(loader, torch.utils.data.DataLoader) and issubclass(Framework, DataLoader)
+assert torch.utils.data.DataLoader is torch.utils.data.dataloader.DataLoader is DataLoader
+print(DataLoader.__module__, [batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize(
+    ("off", "module"),
+    [
+        ("", OURS),
+        ("0", OURS),
+        ("1", "torch.utils.data.dataloader"),
+    ],
+)
+def test_every_name_of_the_loader_is_replaced(write: Any, off: str, module: str) -> None:
+    done = fastload(write(NAMES), FASTLOAD_OFF=off)
+    assert done.stdout == f"{module} [[1, 2], [3]]\n", done.stderr
+
+
+SPAWN = """
+import multiprocessing as mp
+import sys
+import torch
+from torch.utils.data import DataLoader
+
+class Square:
+    def __init__(self, number):
+        self.number = number
+
+def child(queue, square):
+    queue.put((DataLoader.__module__, square.number ** 2, __name__, sys.argv[1:]))
+    if square.number < 4:  # and a child of the child
+        inner = mp.get_context("spawn").Process(target=child, args=(queue, Square(5)))
+        inner.start()
+        inner.join()
+
+print("begins", __name__, flush=True)
+if __name__ == "__main__":
+    context = mp.get_context(sys.argv[1])
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue, Square(3)))
+    process.start()
+    print(queue.get(), queue.get())
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_processes_have_the_loader_too(write: Any, method: str) -> None:
+    done = fastload(write(SPAWN), method)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "begins __main__" and lines.count("begins __mp_main__") == 2, done.stderr
+    expected = [(OURS, square, "__mp_main__", [method]) for square in (9, 25)]
+    assert lines[-1] == " ".join(map(str, expected))
+
+
+WORKERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+if __name__ == "__main__":
+    loader = DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context=sys.argv[1])
+    print(type(loader).__module__, [batch.tolist() for batch in loader])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_of_every_start_method(write: Any, method: str) -> None:
+    done = fastload(write(WORKERS), method)
+    assert done.stdout == f"{OURS} [[0, 1, 2, 3], [4, 5, 6, 7]]\n", done.stderr
+
+
+RANKS = """
+import os
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo")
+loader = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), shuffle=False))
+seen = [None, None]
+dist.all_gather_object(seen, (DataLoader.__module__, [batch.tolist() for batch in loader]))
+if dist.get_rank() == 0:
+    print(*seen, flush=True)
+dist.barrier()
+os._exit(0)  # without gloo's teardown, which aborts now and then
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("way", [["-m", "fastload"], ["--no-python", sys.executable, "-m", "fastload"]])
+def test_torchrun(write: Any, way: list[str]) -> None:
+    run = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *run, *way, write(RANKS)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.stdout == f"('{OURS}', [[0, 2], [4, 6]]) ('{OURS}', [[1, 3], [5, 7]])\n", done.stderr
+
+
+def test_commands_are_commands(write: Any, tmp_path: Path) -> None:
+    write("print('a script')", "prove")
+    write("print('a script')", "train")
+    assert "Usage: fastload prove" in fastload("prove", "--help", cwd=tmp_path).stdout
+    assert fastload("train", cwd=tmp_path).stdout == "a script\n"
+    unknown, missing = fastload("trian", cwd=tmp_path), fastload("trian.py", cwd=tmp_path)
+    assert unknown.returncode == missing.returncode == 2
+    assert "No such command 'trian'" in unknown.stderr
+    assert missing.stderr == "fastload: 'trian.py' cannot be opened: No such file or directory\n"
+
+
+def test_errors_and_exit_codes_are_the_scripts(write: Any) -> None:
+    failed = fastload(write("from __future__ import annotations\n\n1 / 0\n"))
+    assert failed.returncode == 1 and "line 3" in failed.stderr and "ZeroDivisionError" in failed.stderr
+    assert fastload(write("raise SystemExit(7)")).returncode == 7
+
+
+ACCELERATE = """
+import torch
+from torch.utils.data import DataLoader
+
+class Adapter:  # as accelerate's DataLoaderShard: a loader inside, one batch ahead, a state for each batch
+    def __init__(self, dataset, **options):
+        self.base_dataloader = DataLoader(dataset, **options)
+        self.dl_state_dict = self.base_dataloader.state_dict()
+        self.device = None
+
+    def __getattr__(self, name):
+        if name == "base_dataloader":
+            raise AttributeError
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def __class__(self):
+        return self.base_dataloader.__class__
+
+    def __iter__(self):
+        batches = self.base_dataloader.__iter__()
+        current = next(batches)
+        while True:
+            try:
+                self.dl_state_dict = {**self.base_dataloader.state_dict(), "_iterator_finished": False}
+                following = next(batches)
+            except StopIteration:
+                yield current
+                return
+            yield current
+            current = following
+
+def prepare(loader):
+    assert not getattr(loader, "_is_accelerate_prepared", False)
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+             "multiprocessing_context", "generator", "persistent_workers")
+    options = {name: getattr(loader, name) for name in names}
+    return Adapter(loader.dataset, batch_sampler=loader.batch_sampler, **options)
+
+prepared = prepare(DataLoader(range(6), 2, num_workers=1))
+assert isinstance(prepared, DataLoader)
+print(type(prepared.base_dataloader).__module__, [batch.tolist() for batch in prepared])
+"""
+
+
+def test_loaders_that_accelerate_makes_are_fastloads(write: Any) -> None:
+    done = fastload(write(ACCELERATE), PYTHONWARNINGS="error::RuntimeWarning")
+    assert done.stdout == f"{OURS} [[0, 1], [2, 3], [4, 5]]\n", done.stderr
+
+
+# --- fastload try
+
+
+def test_same_order_and_labels(write: Any, photos: Path) -> None:
+    code, report = tried(write(TRAIN), photos, 1000)
+    assert code == 0, report
+    (loader,) = report["loaders"]
+    assert (loader["dataset"], loader["length"], loader["batch_size"], loader["num_workers"]) == (
+        "Photos",
+        24,
+        4,
+        2,
+    )
+    assert loader["same_order"] is True and loader["same_integers"] is True
+    assert loader["comparison"].startswith("the order and the labels of the first ")
+    for side in ("torch", "fastload"):
+        measured = loader[side]
+        assert measured["batches"] > 6 and measured["samples"] == 4 * measured["batches"]
+        assert measured["samples_per_second"] > 0 and 0 <= measured["waited"] <= 1
+        assert 0 < measured["first_batch_seconds"] < PATIENCE
+        assert (
+            report[side]["ended"] == "interrupted"
+            and "KeyboardInterrupt" in Path(report[side]["log"]).read_text()
+        )
+    assert loader["ratio"] > 0 and loader["verdict"]
+    assert report["changes"][0] == "line 6: from fastload import DataLoader"
+
+
+def test_script_that_ends_early_in_words(write: Any, photos: Path) -> None:
+    done = fastload("try", "--seconds", 60, write(TRAIN), photos, 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in (
+        "samples/s",
+        "first batch",
+        "the order and the labels of the first 6 batches",
+        "with fastload, ",
+    ):
+        assert words in done.stdout
+    assert "line 6: from fastload import DataLoader" in done.stdout
+
+
+def test_order_without_a_seed_of_the_scripts_is_compared(write: Any, photos: Path) -> None:
+    code, report = tried(write(TRAIN.replace("torch.manual_seed(7)", "pass")), photos, 1)
+    assert code == 0 and report["loaders"][0]["same_order"] is True
+
+
+def test_order_that_is_another_in_every_run(write: Any, photos: Path) -> None:
+    code, report = tried(write(TRAIN.replace("torch.manual_seed(7)", "torch.seed()")), photos, 1)
+    loader = report["loaders"][0]
+    assert code == 0 and loader["same_order"] is None and loader["same_integers"] is None
+    assert (
+        "with torch's loader too" in loader["comparison"] and "torch.manual_seed(0)" in loader["comparison"]
+    )
+
+
+def test_other_labels_are_found(write: Any, photos: Path) -> None:
+    """The script itself gives fastload's loader other labels than torch's."""
+    other = (
+        "self.classes.index(path.parent.name) + (index == 3 and DataLoader.__module__.startswith('fastload'))"
+    )
+    code, report = tried(write(TRAIN.replace("self.classes.index(path.parent.name)", other)), photos, 1)
+    loader = report["loaders"][0]
+    assert code == 1 and loader["same_order"] is True and loader["same_integers"] is False
+    assert "the sequence of the labels differs from torch's" in loader["comparison"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "failing"),
+    [("True", ["fastload", "torch"]), ("DataLoader.__module__.startswith('fastload')", ["fastload"])],
+)
+def test_script_that_fails(write: Any, photos: Path, condition: str, failing: list[str]) -> None:
+    script = write(TRAIN.replace("time.sleep(0.001)", f"assert not {condition}, 'too bad'"))
+    code, report = tried(script, photos, 1)
+    assert code == 1
+    for side in ("fastload", "torch"):
+        assert (report[side]["failure"] is not None) == (side in failing)
+    assert report["fastload"]["failure"].splitlines()[-1] == "AssertionError: too bad"
+    assert report["fastload"]["exit_code"] == 1
+    done = fastload("try", "--seconds", 2, script, photos, 1)
+    assert "the script failed with fastload's loader, exit code 1:" in done.stdout
+    assert "  AssertionError: too bad" in done.stdout
+
+
+def test_script_without_a_loader(write: Any) -> None:
+    done = fastload("try", "--seconds", 2, "--json", write("import torch\nprint('nothing')"))
+    assert done.returncode == 2
+    error = json.loads(done.stdout.splitlines()[-1])["error"]
+    assert error["type"] == "ArgumentError" and "read from no torch.utils.data.DataLoader" in error["message"]
+    assert "there is no script" in fastload("try", "absent.py").stderr
+
+
+FRAMEWORK = """
+import torch
+from torch.utils.data import DataLoader
+
+class Repeat:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.batches)
+
+class MultiEpochsLoader(DataLoader):  # as timm's
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._DataLoader__initialized = False
+        self.batch_sampler = Repeat(self.batch_sampler)
+        self._DataLoader__initialized = True
+        self.iterator = super().__iter__()
+
+    def __len__(self):
+        return len(self.batch_sampler.batches)
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+loader = MultiEpochsLoader(range(100), 10, shuffle=True, num_workers=1)
+for epoch in range(3):
+    assert sorted(int(x) for batch in loader for x in batch) == list(range(100))
+"""
+
+
+def test_framework_with_a_loader_of_its_own(write: Any) -> None:
+    write(FRAMEWORK, "framework.py")
+    code, report = tried(write("import framework\n"))
+    assert code == 0, report
+    loader = report["loaders"][0]
+    assert loader["torch"]["batches"] == loader["fastload"]["batches"] == 30
+    assert loader["same_order"] is True and loader["same_integers"] is True
+    assert "python -m fastload train.py" in report["changes"][0]
+
+
+def test_script_that_ignores_the_interrupt_is_killed(
+    write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trial, "_SECONDS_TO_END", 0.5)
+    script = write(
+        "import signal, time\nfrom torch.utils.data import DataLoader\nloader = DataLoader(range(10**6))\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nfor batch in loader:\n    time.sleep(0.01)\n"
+    )
+    run, loaders = trial._run([str(script)], tmp_path / "log", off=False, seconds=0.5)
+    assert (run.ended, run.exit_code, run.failure) == ("killed", None, None)
+    assert loaders[0]["batches"] > 1
+
+
+IMAGENET = """
+import argparse
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.utils.data
+import torch.utils.data.distributed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("data", nargs="?", default="imagenet")
+parser.add_argument("-j", "--workers", default=4, type=int)
+parser.add_argument("--epochs", default=90, type=int)
+parser.add_argument("-b", "--batch-size", default=256, type=int)
+parser.add_argument("--dist-url", default="tcp://127.0.0.1:23456", type=str)
+parser.add_argument("--world-size", default=1, type=int)
+parser.add_argument("--multiprocessing-distributed", action="store_true")
+parser.add_argument("--dummy", action="store_true")
+
+class FakeData(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.full((3, 16, 16), float(index)), torch.tensor(index % 10)
+
+def main():
+    args = parser.parse_args()
+    if args.multiprocessing_distributed:
+        mp.spawn(main_worker, nprocs=args.world_size, args=(args,))
+    else:
+        main_worker(0, args)
+
+def main_worker(rank, args):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 10))
+    if args.multiprocessing_distributed:
+        dist.init_process_group("gloo", init_method=args.dist_url, world_size=args.world_size, rank=rank)
+        model = nn.parallel.DistributedDataParallel(model)
+    assert args.dummy
+    train_dataset, val_dataset = FakeData(640), FakeData(128)
+    if args.multiprocessing_distributed:
+        train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset)
+        val_sampler = torch.utils.data.distributed.DistributedSampler(val_dataset, shuffle=False)
+    else:
+        train_sampler = val_sampler = None
+    train_loader = torch.utils.data.DataLoader(
+        train_dataset, batch_size=args.batch_size, shuffle=(train_sampler is None),
+        num_workers=args.workers, sampler=train_sampler)
+    val_loader = torch.utils.data.DataLoader(
+        val_dataset, batch_size=args.batch_size, shuffle=False, num_workers=args.workers, sampler=val_sampler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    for epoch in range(args.epochs):
+        if train_sampler is not None:
+            train_sampler.set_epoch(epoch)
+        for images, target in train_loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), target).backward()
+            optimizer.step()
+        with torch.no_grad():
+            correct = sum(int((model(images).argmax(1) == target).sum()) for images, target in val_loader)
+        print("epoch", epoch, "correct", correct)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_script_like_the_imagenet_example_of_torch(write: Any, ranks: int) -> None:
+    arguments = ["--dummy", "-b", "32", "-j", "1", "--epochs", "2"]
+    if ranks > 1:
+        address = f"tcp://127.0.0.1:{free_port()}"
+        arguments += ["--multiprocessing-distributed", "--world-size", str(ranks), "--dist-url", address]
+    code, report = tried(write(IMAGENET), *arguments, seconds=60)
+    assert code == 0, report
+    train, val = report["loaders"]
+    assert (train["length"], val["length"], train["dataset"]) == (640, 128, "FakeData")
+    for loader, batches in ((train, 40), (val, 8)):
+        assert loader["same_order"] is True and loader["same_integers"] is True, loader
+        assert loader["torch"]["batches"] == loader["fastload"]["batches"] == batches // ranks
+    assert report["changes"][0].endswith("fastload.DataLoader, with `import fastload` above")
