@@ -45,13 +45,13 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """--ray alone is the cluster of this machine: Typer has no options with an optional value."""
-        for at, word in reversed(list(enumerate(args))):
+        for at, word in reversed(list(enumerate(args if self.allow_interspersed_args else ()))):
             if word == RAY_FLAG and (at + 1 == len(args) or args[at + 1].startswith("-")):
                 args[at] = f"{RAY_FLAG}=auto"
         return super().parse_args(ctx, args)
 
 
-class _ScriptCommand(TyperCommand):
+class _ScriptCommand(_Command):
     """A command with a script, behind which all is the script's, options too."""
 
     allow_interspersed_args = False
