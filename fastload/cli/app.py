@@ -53,13 +53,13 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Take --ray alone as the cluster of this machine: Typer has no options with an optional value."""
-        for place, word in reversed(list(enumerate(args))):
+        for place, word in reversed(list(enumerate(args if self.allow_interspersed_args else ()))):
             if word == RAY_FLAG and (place + 1 == len(args) or args[place + 1].startswith("-")):
                 args[place] = f"{RAY_FLAG}=auto"
         return super().parse_args(ctx, args)
 
 
-class _ScriptCommand(TyperCommand):
+class _ScriptCommand(_Command):
     """A command with a script, behind which all is the script's, options too."""
 
     allow_interspersed_args = False

@@ -36,6 +36,7 @@ from typing import Any
 
 OFF = "FASTLOAD_OFF"  # 1: torch's loader stays
 MEASURE = "FASTLOAD_TRY"  # a directory for the measurements
+FAILED = "failed"  # a file there, once the script has raised an exception
 _SCRIPT = "FASTLOAD_SCRIPT"  # its path, for spawned processes
 
 LEADING = 64  # batches whose order and integers are noted
@@ -66,7 +67,12 @@ def run(argv: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__file__ = path
     sys.modules["__main__"] = main
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    except Exception:
+        if directory := os.environ.get(MEASURE):
+            (Path(directory) / FAILED).touch()  # now, as its workers may take long to end
+        raise
 
 
 def prepare() -> None:
@@ -190,8 +196,8 @@ class _Deliveries:
         Args:
             ahead: batches that workers make ahead. The rate counts from the next one on.
         """
-        loader = self.loader()
-        if loader is not None and hasattr(loader, "_context"):  # fastload's, and no subclass that is its own
+        loader: Any = self.loader()
+        if hasattr(loader, "_context"):  # fastload's, and no subclass that is its own
             self.verdict = loader.stats()["verdict"]
         before, last = (0.0, 0.0, 0), (0.0, 0.0, 0)
         if self.marks:

@@ -20,7 +20,7 @@ import typer
 from rich.table import Table
 
 from fastload.cli.report import JsonOption, Lines, MeasuredReport, answering, dimmed, styled
-from fastload.cli.script import MEASURE, OFF
+from fastload.cli.script import FAILED, MEASURE, OFF
 from fastload.errors import ArgumentError
 
 _SECONDS_TO_THE_FIRST_LOADER = 600.0
@@ -127,7 +127,7 @@ def _describe(loader: TriedLoader) -> Lines:
     table.add_column(f"{loader.dataset}: {length}{size}{loader.num_workers} workers")
     table.add_column("torch", justify="right")
     table.add_column("fastload", justify="right")
-    rows: dict[str, Callable[[Any], str]] = {
+    rows: dict[str, Callable[[Delivered], str]] = {
         "samples/s": lambda side: f"{side.samples_per_second:,.0f}",
         "first batch": lambda side: (
             "" if side.first_batch_seconds is None else f"{side.first_batch_seconds:.2f} s"
@@ -212,19 +212,18 @@ def _run(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        ended = "killed"
+        ended, code = "killed", None
         try:
-            ended = "itself" if _wait(script, Path(directory), seconds) else "interrupted"
-            if ended == "interrupted":
+            interrupted = not _wait(script, Path(directory), seconds)
+            if interrupted:
                 os.killpg(script.pid, signal.SIGINT)
-                script.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            ended = "killed"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = script.wait(_SECONDS_TO_END)
+                ended, code = ("interrupted", None) if interrupted else ("itself", code)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)  # its workers too
             script.wait()
-        code = script.returncode if ended == "itself" else None
         lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if code else []
         measured = [json.loads(path.read_text()) for path in Path(directory).glob("*.json")]
     result = ScriptRun(log=log, ended=ended, exit_code=code, failure="\n".join(lines) if code else None)
@@ -232,9 +231,9 @@ def _run(
 
 
 def _wait(script: subprocess.Popen[bytes], directory: Path, seconds: float) -> bool:
-    """Wait for the script's end, `seconds` after its first loader began at most. Returns whether it ended."""
+    """Wait for the script's end, at most `seconds` after its first loader began. Returns whether it ends."""
     end, reading = time.monotonic() + _SECONDS_TO_THE_FIRST_LOADER, False
-    while script.poll() is None:
+    while script.poll() is None and not (directory / FAILED).exists():
         if not reading and any(directory.glob("*.json")):
             end, reading = time.monotonic() + seconds, True
         if time.monotonic() > end:
@@ -277,10 +276,10 @@ def _tried(torch: dict[str, Any], fastload: dict[str, Any], again: dict[str, Any
     elif order is None and integers is None:
         comparison = "order and labels are not compared: no batch of both runs has indices or integers"
     else:
-        words = {"the order": order, "the labels": integers}
-        count = min(len(side["order"] if order else side["integers"]) for side in (torch, fastload))
-        same = " and ".join(name for name, value in words.items() if value)
-        comparison = f"{same} of the first {count} batches: the same with both"
+        same = [name for name, value in (("order", order), ("integers", integers)) if value]
+        count = min(len(side[name]) for side in (torch, fastload) for name in same)
+        words = " and ".join({"order": "the order", "integers": "the labels"}[name] for name in same)
+        comparison = f"{words} of the first {count} batches: the same with both"
     rates = [
         side["samples_per_second"] if side and side["batches"] > 1 else 0.0 for side in (torch, fastload)
     ]

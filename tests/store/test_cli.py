@@ -23,6 +23,7 @@ REPOSITORY = Path(fastload.__file__).parents[1]
 COMMANDS = [
     ["demo"],
     ["bench"],
+    ["try"],
     ["warm"],
     ["plan"],
     ["convert"],
