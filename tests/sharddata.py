@@ -120,8 +120,10 @@ def write(folder: Path, objects: dict[str, bytes]) -> str:
 
 
 def dataset(kind: str, url: Any, **arguments: Any) -> Any:
-    if kind != "tfrecord":
-        return (fastload.TarDataset if kind == "tar" else fastload.ParquetDataset)(url, **arguments)
+    if kind == "parquet":
+        return fastload.ParquetDataset(url, **arguments)
+    if kind == "tar":
+        return fastload.TarDataset(url, **arguments)
     return fastload.TFRecordDataset(url, arguments.pop("features", FEATURES), **arguments)
 
 
