@@ -21,7 +21,7 @@ from fastload import RandomResizedCrop
 from fastload.datasets.wrappers import view_of
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards import reader
+from fastload.shards import reader, row_groups
 from tests.photos import pillow_jpeg, scene
 
 KINDS = ["tar", "tfrecord"]
@@ -208,4 +208,5 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes arrive in many ranges."""
-    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
+    for module in (reader, row_groups):
+        monkeypatch.setattr(module, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))

@@ -13,7 +13,6 @@ from torch.utils.data import Subset
 
 import fastload
 from fastload import ParquetDataset
-from fastload.shards import reader
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.sharddata import (
     CROP,
@@ -29,6 +28,7 @@ from tests.sharddata import (
     write,
 )
 from tests.sharddata import close_all as close_all
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -70,9 +70,7 @@ def test_footers_and_filter_columns_are_read_once_for_a_cache(tmp_path: Path) ->
         assert again[0][1] == 100
 
 
-def test_row_groups_are_read_in_ranges_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
-    monkeypatch.setattr("fastload.shards.row_groups.PIECES", reader.PIECES)
+def test_row_groups_are_read_in_ranges_side_by_side(small_pieces: None) -> None:
     with FaultServer({"a.parquet": parquet(table(range(64)), 32)}) as server:
         data = bucket(server, transform=CROP)
         server.script("a.parquet", Fault(delay=0.02), repeat=True)
