@@ -257,6 +257,7 @@ class Kind:
         transform: of its images; None: it has none.
         own_photos: they are those of the function that `write` gets, which can be damaged.
         streamed: no sample has an index until the shards were read.
+        sharded: an epoch that asks for no index is read as streams.
         sources: how often an epoch has each sample.
         wraps: other datasets, so that it has no keys and no cache of its own.
         modes: of a cache that it takes.
@@ -268,6 +269,7 @@ class Kind:
     transform: Any = CROP
     own_photos: bool = True
     streamed: bool = False
+    sharded: bool = False
     sources: int = 1
     wraps: bool = False
     modes: tuple[str, ...] = MODES
@@ -313,11 +315,14 @@ KINDS = [
         functools.partial(table, fields={"image": File("image"), "mask": File("mask")}),
         transform=_PAIR,
     ),
-    Kind("tar", write_tar, functools.partial(fastload.TarDataset, fields=_IN_TAR), streamed=True),
+    Kind(
+        "tar", write_tar, functools.partial(fastload.TarDataset, fields=_IN_TAR), streamed=True, sharded=True
+    ),
     Kind(
         "tar, indexed",
         functools.partial(write_tar, index=True),
         functools.partial(fastload.TarDataset, fields=_IN_TAR),
+        sharded=True,
     ),
     Kind(
         "tfrecord",
@@ -325,29 +330,42 @@ KINDS = [
         functools.partial(fastload.TFRecordDataset, fields=_FEATURES),
         transform={"image": CROP},
         streamed=True,
+        sharded=True,
     ),
     Kind(
         "tfrecord, indexed",
         functools.partial(write_tfrecord, index=True),
         functools.partial(fastload.TFRecordDataset, fields=_FEATURES),
         transform={"image": CROP},
+        sharded=True,
     ),
-    Kind("parquet", write_parquet, functools.partial(fastload.ParquetDataset, fields=_NUMBERED)),
+    Kind(
+        "parquet",
+        write_parquet,
+        functools.partial(fastload.ParquetDataset, fields=_NUMBERED),
+        sharded=True,
+    ),
     Kind(
         "parquet, filtered",
         functools.partial(write_parquet, more=True),
         functools.partial(fastload.ParquetDataset, fields=_NUMBERED, filters=[("label", "<", 100)]),
+        sharded=True,
     ),
     Kind(
         "mds",
         copy_format("mds-numbered"),
         functools.partial(fastload.MDSDataset, fields=_NUMBERED),
         own_photos=False,
+        sharded=True,
     ),
     Kind(
-        "mds, gzip", write_mds_gz, functools.partial(fastload.MDSDataset, fields=_NUMBERED), own_photos=False
+        "mds, gzip",
+        write_mds_gz,
+        functools.partial(fastload.MDSDataset, fields=_NUMBERED),
+        own_photos=False,
+        sharded=True,
     ),
-    Kind("litdata", copy_format("lit-numbered"), fastload.LitDataset, own_photos=False),
+    Kind("litdata", copy_format("lit-numbered"), fastload.LitDataset, own_photos=False, sharded=True),
     Kind("beton", write_beton, fastload.BetonDataset, own_photos=False),
     Kind(
         "tokens",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -19,16 +21,17 @@ from fastload import RandomResizedCrop
 from fastload.datasets.wrappers import view_of
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards import reader
+from fastload.shards import reader, row_groups
 from tests.photos import pillow_jpeg, scene
 
 KINDS = ["tar", "tfrecord"]
+ALL_KINDS = [*KINDS, "parquet"]
 CROP = RandomResizedCrop(24, flip=0.5)
 COUNTS = [40, 0, 57, 31, 1, 44]  # records of each shard
 TOTAL = sum(COUNTS)
 FEATURES = {"image": bytes, "label": int, "name": str}
-LABEL = {"tar": "cls", "tfrecord": "label"}
-IMAGE = {"tar": "jpg", "tfrecord": "image"}
+LABEL = {"tar": "cls", "tfrecord": "label", "parquet": "label"}
+IMAGE = {"tar": "jpg", "tfrecord": "image", "parquet": "image"}
 JPEGS = [pillow_jpeg(scene(40 + 8 * i, 32 + 4 * i, i), quality=60) for i in range(7)]
 
 
@@ -38,7 +41,9 @@ def jpeg(number: int) -> bytes:
 
 
 def shard(kind: str, numbers: range) -> tuple[bytes, bytes]:
-    """(shard, its index file)."""
+    """(shard, its index file, which a Parquet file has within it)."""
+    if kind == "parquet":
+        return parquet(table(numbers)), b""
     file = io.BytesIO()
     writer: Any = TarWriter(file) if kind == "tar" else TFRecordWriter(file)
     for number in numbers:
@@ -49,6 +54,32 @@ def shard(kind: str, numbers: range) -> tuple[bytes, bytes]:
             writer.write(encode_example({"image": jpeg(number), "label": number, "name": f"n{number}"}))
     writer.close()
     return file.getvalue(), writer.index()
+
+
+HUGGING_FACE = {
+    "info": {"features": {"image": {"_type": "Image"}, "label": {"names": ["a"], "_type": "ClassLabel"}}}
+}
+
+
+def table(numbers: range) -> pa.Table:
+    """Rows as Hugging Face's `datasets` writes them, and columns of other kinds."""
+    files = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = {
+        "image": pa.array([{"bytes": jpeg(n), "path": f"{n}.jpg"} for n in numbers], files),
+        "label": pa.array(list(numbers), pa.int64()),
+        "name": pa.array([f"n{n}" for n in numbers], pa.string()),
+        "point": pa.array([[n, 0.5] for n in numbers], pa.list_(pa.float32())),
+        "even": pa.array([n % 2 == 0 for n in numbers], pa.bool_()),
+    }
+    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(HUGGING_FACE)})
+
+
+def parquet(rows: pa.Table | dict[str, Any], row_group_size: int = 12, **options: Any) -> bytes:
+    """A file in bytes."""
+    file = io.BytesIO()
+    found = rows if isinstance(rows, pa.Table) else pa.table(rows)
+    pq.write_table(found, file, row_group_size=row_group_size, **options)
+    return file.getvalue()
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}
@@ -89,6 +120,8 @@ def write(folder: Path, objects: dict[str, bytes]) -> str:
 
 
 def dataset(kind: str, url: Any, **arguments: Any) -> Any:
+    if kind == "parquet":
+        return fastload.ParquetDataset(url, **arguments)
     if kind == "tar":
         return fastload.TarDataset(url, **arguments)
     return fastload.TFRecordDataset(url, arguments.pop("fields", FEATURES), **arguments)
@@ -175,4 +208,5 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes arrive in many ranges."""
-    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
+    for module in (reader, row_groups):
+        monkeypatch.setattr(module, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))

@@ -95,17 +95,6 @@ def test_ranks_workers_and_executors_give_one_digest(folder: Path, ranks: int) -
     close(dataset)
 
 
-@pytest.mark.parametrize("mode", ["raw", "dct"])
-def test_cold_and_warm_cache_give_one_digest(folder: Path, tmp_path: Path, mode: Any) -> None:
-    plain = ImageFolder(str(folder), crops())
-    cached = ImageFolder(str(folder), crops(), cache=Cache(tmp_path / "cache", mode))
-    wanted = run(plain)
-    assert run(cached) == wanted  # fills it
-    assert run(cached, num_workers=2) == wanted
-    assert cached.contains(0)
-    close(plain, cached)
-
-
 def test_other_place_of_the_same_objects_gives_one_digest(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(folder)
     here, there = ImageFolder(str(folder), crops()), ImageFolder(f"file://{tmp_path}/other", crops())

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import Cache, CenterCrop, DistributedSampler
 from fastload.cli.demo.s3_server import serve_s3
+from fastload.errors import ArgumentError
 from fastload.testing import DatasetTests, IterableDatasetTests
 from fastload.testing.promises import contents
 from tests.kinds import BAD, COUNT, KINDS, MODES, Kind, number, numbers, photo, photo_or_damage
@@ -26,6 +31,8 @@ LOSSLESS = ("raw", "dct", "auto")
 INDEXED = [kind for kind in KINDS if not kind.streamed]
 AT_RANDOM = [kind for kind in INDEXED if kind.sources == 1]
 ALONE = [kind for kind in KINDS if not kind.wraps]
+SHARDED = [kind for kind in KINDS if kind.sharded]
+WRAPPERS = [kind for kind in KINDS if kind.wraps and kind.transform is not None]
 WITH_IMAGES = [kind for kind in ALONE if kind.transform is not None]
 DAMAGED = [kind for kind in AT_RANDOM if kind.own_photos and kind.transform is not None]
 
@@ -69,6 +76,10 @@ def in_order(dataset: Any) -> list[Any]:
     return list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), seed=3))
 
 
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
 def flat(batches: Any) -> list[int]:
     return [found for batch in batches for found in numbers(batch)]
 
@@ -87,11 +98,11 @@ def test_two_epochs_from_s3_each_resumed_with_other_workers_have_each_sample_onc
         dataset = kind.make(f"s3://bucket/{kind.folder}", cache=str(tmp_path / "cache"), storage_options=s3)
         loader = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, seed=3)
         if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
+            loader.load_state_dict(through_json(state))
         return loader
 
     state, orders = None, []
-    for workers, others in ((2, 3), (3, 1)):
+    for workers, others in ((2, 1), (1, 2)):
         loader = resumed(state, workers)
         batches = iter(loader)
         begun = flat([next(batches), next(batches)])
@@ -118,15 +129,68 @@ def test_two_ranks_share_the_samples(kind: Kind, written: Written) -> None:
     assert seen == Counter(dict.fromkeys(range(COUNT), kind.sources))
 
 
-@of(AT_RANDOM)
-def test_digest_is_one_for_any_number_of_workers(kind: Kind, written: Written) -> None:
+@of(KINDS)
+def test_seed_is_one_run_whatever_the_scripts_draw(kind: Kind, written: Written, tmp_path: Path) -> None:
+    """With any number of workers, and out of a cache: but streams are dealt to the workers."""
+
+    def run(entropy: int, workers: int = 0, seed: int = 1, **options: Any) -> Any:
+        dataset = kind.make(written(kind), **options)
+        loader = fastload.DataLoader(dataset, BATCH, shuffle=True, seed=seed, num_workers=workers)
+        epochs = []
+        for epoch in range(2):
+            for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+                set_seed(entropy + epoch)
+            epochs.append([contents(batch) for batch in loader])
+        return epochs, loader.digest()
+
+    first, digest = run(1)
+    assert first[0] != first[1] and digest != bytes(32)
+    if kind.sharded:
+        assert run(3) == (first, digest)
+    else:
+        assert run(3, 2, cache=tmp_path / "cache") == (first, digest)
+    other, other_digest = run(5, seed=5)
+    assert other != first and other_digest != digest
+
+
+@of([kind for kind in SHARDED if not kind.streamed])
+def test_digest_of_shards_by_index_is_one_for_any_number_of_workers(
+    kind: Kind, written: Written, tmp_path: Path
+) -> None:
     digests = set()
-    for workers in (0, 2):
-        loader = at_random(kind.make(written(kind)), workers)
+    for workers, options in ((0, {}), (2, {"cache": tmp_path / "cache"})):
+        loader = at_random(kind.make(written(kind), **options), workers)
         for _ in range(2):
             assert sorted(flat(loader)) == list(range(COUNT))
         digests.add(loader.digest())
     assert len(digests) == 1 and digests != {bytes(32)}
+
+
+@of(SHARDED)
+def test_streams_without_a_shuffle_have_the_order_of_the_samples(kind: Kind, written: Written) -> None:
+    dataset = kind.make(written(kind))
+    for workers in (0, 1):
+        loader = fastload.DataLoader(dataset, BATCH, num_workers=workers)
+        assert flat(loader) == flat(loader) == list(range(COUNT))
+        loader = fastload.DataLoader(dataset, 2, num_workers=workers)
+        head = flat(itertools.islice(loader, 2))
+        resumed = fastload.DataLoader(dataset, 2, num_workers=1 - workers)
+        resumed.load_state_dict(through_json(loader.state_dict()))
+        assert head + flat(resumed) == list(range(COUNT))
+
+
+@of(SHARDED)
+def test_resumed_streams_go_on_with_the_same_pixels(kind: Kind, written: Written) -> None:
+    def make() -> Any:
+        workers = 2 if kind.streamed else 0
+        dataset = kind.make(written(kind))
+        return fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, seed=3)
+
+    whole = [contents(batch) for batch in make()]
+    loader, resumed = make(), make()
+    head = [contents(batch) for batch in itertools.islice(loader, 2)]
+    resumed.load_state_dict(through_json(loader.state_dict()))
+    assert head + [contents(batch) for batch in resumed] == whole
 
 
 # --- which samples, and which not
@@ -141,7 +205,27 @@ def test_samples_at_and_batch_at_are_what_is_handed_out(kind: Kind, written: Wri
         rows = loader.samples_at(step, 0)
         assert [number(dataset[row.index]) for row in rows] == numbers(batches[step])
         assert not any(row.error for row in rows)
+        assert all((row.crop is None) == (kind.transform is None) for row in rows)
+        labels = numbers(batches[step])
+        assert all(row.label in (None, label) for row, label in zip(rows, labels, strict=True))
+        if not kind.wraps:
+            assert [row.key for row in rows] == [dataset.key(row.index) for row in rows]
         assert contents(loader.batch_at(step, 0)) == contents(batches[step])
+
+
+@of(SHARDED)
+def test_samples_of_an_epoch_that_will_be_streamed_are_not_named(kind: Kind, written: Written) -> None:
+    made = kind.make(written(kind))
+    for dataset, shuffle in itertools.product((made, fastload.map(made, _as_it_is)), (True, False)):
+        loader = fastload.DataLoader(dataset, BATCH, shuffle=shuffle, seed=1)
+        for epoch in (0, 1):
+            for ask, later in itertools.product((loader.samples_at, loader.batch_at), (0, 1)):
+                with pytest.raises(ArgumentError, match="as streams"):
+                    ask(0, epoch + later)
+            list(loader)
+        if kind.streamed:
+            with pytest.raises(ArgumentError, match="these shards are read as streams: index them"):
+                loader.skip(1)
 
 
 @of(AT_RANDOM)
@@ -152,8 +236,11 @@ def test_excluded_samples_and_skipped_steps_stay_away_and_all_else_keeps_its_pla
     dataset = kind.make(written(kind))
     loader = at_random(dataset, 2)
     gone = {number(dataset[index]) for index in (2, 11)}
-    loader.exclude([2, 11])
+    loader.exclude([2, 11 if kind.wraps else dataset.key(11)])
     loader.skip([1])
+    if not kind.wraps:
+        with pytest.raises(ArgumentError, match="no sample of the dataset has: check"):
+            loader.exclude("other @ 3")
     left = flat(loader)
     kept = whole[:BATCH] + whole[2 * BATCH :]
     assert len(left) == len(kept) and not gone & set(left)
@@ -216,6 +303,9 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
     assert sorted(flat(loader)) == list(range(COUNT))
     counters = loader.stats()["counters"]
     assert counters["cache.hits"] >= COUNT and not counters.get("get.samples")
+    loader = fastload.DataLoader(dataset, BATCH, shuffle=True, seed=3)  # by index, also of shards
+    made, batches = contents(loader.batch_at(2)), list(loader)
+    assert made == contents(batches[2])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -243,6 +333,28 @@ def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cac
     assert sorted(flat(from_cache)) == list(range(COUNT))
     if mode in LOSSLESS and not kind.streamed:
         assert contents(in_order(kind.make(written(kind)))) == contents(from_cache)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@of(WRAPPERS)
+def test_every_cache_mode_gives_the_same_samples_through_wrappers(
+    kind: Kind, mode: Any, written: Written, tmp_path: Path
+) -> None:
+    def epoch(cache: Any) -> tuple[list[Any], dict[str, float]]:
+        dataset = kind.make(written(kind), cache=cache)
+        loader = fastload.DataLoader(dataset, BATCH, shuffle=True, seed=3)
+        batches = [contents(batch) for batch in loader]
+        return batches, loader.stats()["counters"]
+
+    cache = Cache(tmp_path / "cache", mode, short_side=24)
+    from_store, _ = epoch(cache)
+    assert cache.flush(30)
+    from_cache, counters = epoch(cache)
+    cache.close()
+    assert from_cache == from_store
+    assert counters["cache.hits"] >= kind.sources * COUNT and not counters.get("get.samples")
+    if mode in LOSSLESS:
+        assert epoch(None)[0] == from_cache
 
 
 # --- transforms, damage
@@ -283,14 +395,13 @@ def test_damaged_samples_of_a_stream_are_replaced_and_counted(
 
 class OfKinds(DatasetTests):
     num_workers: ClassVar[Any] = (2,)
+    start_methods: ClassVar[Any] = ("fork",)  # of a folder, others: test_kernel_workers
     kind: Kind
 
     @pytest.fixture(autouse=True)
     def _kind(self, kind: Kind, written: Written) -> None:
         self.kind, self.written = kind, written
         self.random = kind.own_photos and kind.transform is not None  # type: ignore[misc]
-        # The fork server has everything imported already: it pickles as spawn does, and costs less.
-        self.start_methods = ("fork", "forkserver") if kind.name == "folder" else ("fork",)  # type: ignore[misc]
 
     def make(self) -> Any:
         return self.kind.make(self.written(self.kind))

@@ -22,8 +22,6 @@ from fastload.loader.resume import reading_of
 from fastload.order.exclusions import Filter
 from tests.loaderdata import Numbers, Stream
 from tests.patience import wait_until
-from tests.sharddata import dataset as shard_dataset
-from tests.sharddata import shards, write
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -285,24 +283,13 @@ def test_keys_are_found_in_objects_and_what_wraps_them(tmp_path: Path) -> None:
         one.exclude(["03", "nothing"])
 
 
-def test_keys_of_records_and_rows_are_found_as_the_datasets_give_them(tmp_path: Path) -> None:
-    records = shard_dataset("tar", write(tmp_path / "tar", shards("tar")), cache=tmp_path / "cache")
-    with pytest.raises(ArgumentError, match="these shards are read as streams: index them"):
-        fastload.DataLoader(records).skip(1)
-    for _ in fastload.DataLoader(records, collate_fn=as_is):
-        pass  # finds the offsets
-    table = fastload.TableDataset([{"a": number} for number in range(20)], {"a": "a"})
+def test_key_is_found_among_others_like_it_and_where_it_stands_twice(tmp_path: Path) -> None:
     names = ["a", "é", "aa", *(f"{one}/the same end of twenty-four bytes" for one in "xyz"), "z" * 90]
     for name in names:
-        (tmp_path / "some" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "some" / name).write_bytes(b"1")
-    objects = ObjectDataset(str(tmp_path / "some"), keys=[*names, "a"])
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"1")
+    objects = ObjectDataset(str(tmp_path), keys=[*names, "a"])
     assert view_of(objects).find({"a", "b", names[4], "é"}) == {"a": [0, 7], names[4]: [4], "é": [1]}
-    for dataset in (records, table):
-        keys = {dataset.key(index) for index in (0, 3, len(dataset) - 1)}
-        assert view_of(dataset).find(keys | {"row 20", "other @ 3"}) == {
-            dataset.key(index): [index] for index in range(len(dataset)) if dataset.key(index) in keys
-        }
 
 
 def first(payload: bytes) -> int:

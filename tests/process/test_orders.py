@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +25,6 @@ from torch.utils.data import (
 import fastload
 from fastload import DistributedSampler, File, ImageFolder, Mixture, TableDataset
 from fastload.errors import ArgumentError
-from tests.parquetdata import files as parquet_files
-from tests.parquetdata import parquet
 from tests.process.test_resume import (
     ORDERS,
     Ids,
@@ -41,7 +38,7 @@ from tests.process.test_resume import (
 )
 from tests.process.test_samples_at import folder, photos
 from tests.sharddata import dataset as shard_dataset
-from tests.sharddata import shards, write
+from tests.sharddata import parquet, shards, write
 
 __all__ = ["folder", "photos"]
 
@@ -307,53 +304,6 @@ def test_torchs_datasets_of_another_class_are_named() -> None:
 # --- one order for a seed ---------------------------------------------------------------------------------
 
 
-def kinds(root: Path, tmp_path: Path) -> dict[str, Callable[[], Any]]:
-    names = [str(file.relative_to(root)) for file in sorted(root.glob("*/*.jpg"))]
-    table = {"file": names, "number": list(range(len(names)))}
-    write(tmp_path / "tar", shards("tar", index=True))
-    return {
-        "plain": Ids,
-        "TensorDataset": lambda: TensorDataset(torch.arange(N)),
-        "Subset": lambda: Subset(Ids(), range(5, 30)),
-        "ConcatDataset": lambda: ConcatDataset([Ids(5), Ids(9)]),
-        "map": lambda: fastload.map(Ids(), str),
-        "ImageFolder": lambda: ImageFolder(str(root), fastload.CenterCrop(4)),
-        "TableDataset": lambda: TableDataset(table, ("number",)),
-        "Mixture": mixture,
-        "tar": lambda: shard_dataset("tar", str(tmp_path / "tar" / "*.tar"), fields="cls"),
-        "LitDataset": lambda: fastload.LitDataset(FORMATS / "lit-photos"),
-    }
-
-
-def text(batches: Any) -> str:
-    return str(
-        [[str(np.asarray(part).tolist()) for part in torch.utils._pytree.tree_leaves(b)] for b in batches]
-    )
-
-
-KINDS = ["plain", "TensorDataset", "Subset", "ConcatDataset", "map", "ImageFolder", "TableDataset", "Mixture"]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "tar", "LitDataset"])
-def test_shuffle_with_a_seed_is_one_order_for_every_kind_of_dataset(
-    kind: str, photos: Path, tmp_path: Path
-) -> None:
-    make = kinds(photos, tmp_path)[kind]
-    random_by_index = kind not in ("tar", "LitDataset")  # a stream is dealt to the workers
-
-    def epochs(entropy: int, workers: int, seed: int = 1) -> list[str]:
-        seed_all(entropy)
-        run = fastload.DataLoader(make(), 4, shuffle=True, seed=seed, num_workers=workers)
-        both = [text(run)]
-        seed_all(entropy + 1)
-        return [*both, text(run)]
-
-    first = epochs(1, 0)
-    assert epochs(2, 0) == first and first[0] != first[1]
-    assert epochs(3, 0, seed=5) != first
-    assert not random_by_index or epochs(4, 2) == first
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -415,44 +365,6 @@ def test_generator_that_was_given_orders_in_place_of_the_seed() -> None:
 # --- samples_at never names other samples than those that are handed out ----------------------------------
 
 
-def streamed(tmp_path: Path) -> dict[str, Callable[[], Any]]:
-    write(tmp_path / "parquet", parquet_files())
-    write(tmp_path / "shards", shards("tar", index=True) | shards("tfrecord", index=True))
-    return {
-        "ParquetDataset": lambda: fastload.ParquetDataset(str(tmp_path / "parquet"), fields="label"),
-        "TarDataset": lambda: shard_dataset("tar", str(tmp_path / "shards" / "*.tar"), fields="cls"),
-        "TFRecordDataset": lambda: shard_dataset("tfrecord", str(tmp_path / "shards" / "*.tfrecord")),
-        "LitDataset": lambda: fastload.LitDataset(FORMATS / "lit-photos"),
-        "MDSDataset": lambda: fastload.MDSDataset(FORMATS / "mds-numbered"),
-        "map": lambda: fastload.map(fastload.LitDataset(FORMATS / "lit-photos"), repr),
-    }
-
-
-STREAMED = ["ParquetDataset", "TarDataset", "TFRecordDataset", "LitDataset", "MDSDataset", "map"]
-
-
-@pytest.mark.parametrize("kind", STREAMED)
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_samples_of_an_epoch_that_will_be_streamed_are_not_named(
-    kind: str, shuffle: bool, tmp_path: Path
-) -> None:
-    data = streamed(tmp_path)[kind]()
-    run = fastload.DataLoader(data, 4, shuffle=shuffle, seed=1, collate_fn=as_is)
-    assert run._context.position.reads_streams(run)
-    for epoch in (0, 1):
-        for ask in (run.samples_at, run.batch_at):
-            for later in (0, 1):
-                with pytest.raises(ArgumentError, match="will be read, as far as is known now, as streams"):
-                    ask(0, epoch + later)
-        list(run)
-    by_index = fastload.DataLoader(
-        data, 4, sampler=DistributedSampler(data, 1, 0, shuffle=shuffle), seed=1, collate_fn=as_is
-    )
-    named = [row.index for row in by_index.samples_at(1)]
-    wanted = [data[index] for index in named]
-    assert text(list(by_index)[1]) == text(wanted)
-
-
 def test_samples_of_a_state_of_batch_0_on_other_nodes_are_those_handed_out() -> None:
     def made(ranks: int, nodes: int) -> Any:
         sampler = DistributedSampler(range(8), ranks, 0, seed=3, partition="node", num_nodes=nodes)
@@ -510,23 +422,7 @@ def test_rows_of_a_step_can_be_excluded() -> None:
     assert seen.isdisjoint(row.index for row in rows) and len(seen) == N - len(rows)
 
 
-# --- shuffle=False is the order of the files --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [kind for kind in STREAMED if kind != "map"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_without_a_shuffle_streams_have_the_order_of_the_samples(
-    kind: str, workers: int, tmp_path: Path
-) -> None:
-    data = streamed(tmp_path)[kind]()
-    expected = text(data[number] for number in range(len(data)))
-    run = fastload.DataLoader(data, 4, num_workers=workers, collate_fn=as_is)
-    assert text(itertools.chain(*run)) == text(itertools.chain(*run)) == expected
-    run = fastload.DataLoader(data, 2, num_workers=workers, collate_fn=as_is)
-    head = list(itertools.islice(run, 2))
-    resumed = fastload.DataLoader(data, 2, num_workers=1, collate_fn=as_is)
-    resumed.load_state_dict(json.loads(json.dumps(run.state_dict())))
-    assert text(itertools.chain(*head, *resumed)) == expected
+# --- streams ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.utils.data
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -30,17 +29,15 @@ from fastload import (
     CenterCrop,
     DataLoader,
     DistributedSampler,
-    File,
     ImageFolder,
     Mixture,
     MixtureSampler,
     RandomResizedCrop,
-    TableDataset,
 )
 from fastload.errors import ArgumentError
 from fastload.loader.samples_at import SampleAt
 from tests.photos import pillow_jpeg, scene
-from tests.sharddata import dataset, shards, write
+from tests.sharddata import write
 
 N = 41
 CROP = RandomResizedCrop(16, flip=0.5)
@@ -295,54 +292,6 @@ def test_a_state_stays_small_over_many_epochs() -> None:
     run(loader, epochs=90)
     assert len(repr(loader.state_dict())) < 30_000
     assert loader.samples_at(1, 3)[0].index in range(8)
-
-
-def test_concatenated_parts_are_made_again(folder: Any) -> None:
-    dataset: Any = ConcatDataset([folder(), Subset(folder(CenterCrop(16)), range(5, 20))])
-    loader = DataLoader(dataset, 7, shuffle=True, num_workers=2)
-    for (epoch, step), batch in run(loader, epochs=1).items():
-        assert equal(loader.batch_at(step, epoch), batch)
-
-
-@pytest.mark.parametrize("kind", ["tar", "tfrecord"])
-def test_records_of_shards_are_made_again_once_they_are_indexed(kind: str, tmp_path: Path) -> None:
-    write(tmp_path / "shards", shards(kind))
-    data = dataset(kind, str(tmp_path / "shards" / f"*{kind}"), transform=CROP, cache=str(tmp_path / "cache"))
-    try:
-        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
-        first = next(iter(loader))
-        assert len(first)
-        with pytest.raises(ArgumentError, match="read as streams"):
-            loader.samples_at(0)
-        for _ in loader:
-            pass
-        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
-        for step, batch in enumerate(loader):
-            if step == 2:
-                made, told = loader.batch_at(2), loader.samples_at(2)
-                assert flat(made).keys() == flat(batch).keys()
-                assert all(equal(flat(made)[name], flat(batch)[name]) for name in flat(batch))
-                assert all(one.crop is not None and one.key for one in told)
-    finally:
-        data.close()
-
-
-def flat(batch: Any) -> dict[str, Any]:
-    return batch if isinstance(batch, dict) else dict(enumerate(batch))
-
-
-def test_rows_of_a_table_are_made_again(photos: Path) -> None:
-    keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.jpg"))
-    table = {"file": keys, "label": list(range(N))}
-    rows = TableDataset(table, (File("file"), "label"), url=str(photos), transform={"file": CROP})
-    try:
-        loader = DataLoader(rows, 8, shuffle=True, num_workers=2)
-        for (epoch, step), batch in run(loader, epochs=1).items():
-            assert equal(loader.batch_at(step, epoch), batch)
-            told = loader.samples_at(step, epoch)
-            assert [one.label for one in told] == batch[1].tolist() and told[0].crop is not None
-    finally:
-        rows.close()
 
 
 def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:

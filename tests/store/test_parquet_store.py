@@ -13,13 +13,22 @@ from torch.utils.data import Subset
 
 import fastload
 from fastload import ParquetDataset
-from fastload.errors import ObjectChangedError, StoreError
-from fastload.shards import reader
-from fastload.store import failures
 from tests.faultserver import LIST, Fault, FaultServer
-from tests.parquetdata import TOTAL, files, parquet, table
-from tests.sharddata import CROP, at_random, batches, closing, labels, read, write
+from tests.sharddata import (
+    CROP,
+    TOTAL,
+    at_random,
+    batches,
+    closing,
+    labels,
+    parquet,
+    read,
+    shards,
+    table,
+    write,
+)
 from tests.sharddata import close_all as close_all
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -48,7 +57,7 @@ def spans(server: FaultServer, key: str, since: int = 0) -> list[tuple[int, int]
 
 
 def test_footers_and_filter_columns_are_read_once_for_a_cache(tmp_path: Path) -> None:
-    with FaultServer(files()) as server:
+    with FaultServer(shards("parquet")) as server:
         arguments = {"filters": [("label", ">=", 100)], "cache": tmp_path / "cache"}
         first = bucket(server, FIELDS, **arguments)
         # A footer of each file; and a column where the statistics do not rule it out.
@@ -61,9 +70,7 @@ def test_footers_and_filter_columns_are_read_once_for_a_cache(tmp_path: Path) ->
         assert again[0][1] == 100
 
 
-def test_row_groups_are_read_in_ranges_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
-    monkeypatch.setattr("fastload.shards.row_groups.PIECES", reader.PIECES)
+def test_row_groups_are_read_in_ranges_side_by_side(small_pieces: None) -> None:
     with FaultServer({"a.parquet": parquet(table(range(64)), 32)}) as server:
         data = bucket(server, transform=CROP)
         server.script("a.parquet", Fault(delay=0.02), repeat=True)
@@ -72,31 +79,6 @@ def test_row_groups_are_read_in_ranges_side_by_side(monkeypatch: pytest.MonkeyPa
         asked = spans(server, "a.parquet", since)
         assert len(asked) == len(set(asked)) > 6 and server.most_at_once > 3
         assert all(stop - start <= 3000 for start, stop in asked[1:])
-
-
-def test_store_that_fails_ends_the_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with FaultServer(files()) as server:
-        data = bucket(server, FIELDS, transform=CROP)
-        monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=0.5, first=0.05))
-        server.script("part-003.parquet", Fault(status=500), repeat=True)
-        with pytest.raises(StoreError, match="part-003"):
-            read(data)
-
-
-def test_file_that_changed_since_the_listing_is_an_error() -> None:
-    with FaultServer(files()) as server:
-        data = bucket(server, FIELDS, transform=CROP)
-        server.objects["part-002.parquet"] = server.objects["part-003.parquet"]
-        with pytest.raises(ObjectChangedError, match="part-002"):
-            read(data)
-
-
-def test_failures_of_single_requests_are_retried() -> None:
-    with FaultServer(files()) as server:
-        data = bucket(server, FIELDS, transform=CROP)
-        for key in files():
-            server.script(key, Fault(status=503), None, Fault(cut_after=100), None)
-        assert sorted(int(n) for _, batch in read(data) for n in batch["label"]) == list(range(TOTAL))
 
 
 def test_many_readers_share_a_single_file(tmp_path: Path) -> None:
@@ -140,7 +122,7 @@ def test_rows_at_random_without_a_cache_bring_a_warning(
 
 
 def test_row_lost_by_the_cache_is_read_again(tmp_path: Path) -> None:
-    with FaultServer(files()) as server:
+    with FaultServer(shards("parquet")) as server:
         data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
         read(data)
         data._flush_cache()

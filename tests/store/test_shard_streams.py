@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fastload import Cache
 from fastload.cli.demo.s3_server import serve_s3
 from fastload.datasets.views import StreamDataset
 from fastload.errors import (
@@ -22,6 +21,7 @@ from fastload.images.rng import sample_seed
 from fastload.store import failures
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import (
+    ALL_KINDS,
     CROP,
     IMAGE,
     KINDS,
@@ -32,8 +32,6 @@ from tests.sharddata import (
     dataset,
     jpeg,
     labels,
-    loader_of,
-    numbers_of,
     place_of,
     read,
     shards,
@@ -179,36 +177,43 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_pass_are_retried_unseen(kind: str, fault: str, small_pieces: None) -> None:
     with FaultServer(shards(kind)) as server:
-        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        data = opened(kind, server)
         for number in (0, 2, 3):
             server.script(f"part-00{number}.{kind}", None, FAULTS[fault], None, FAULTS[fault])
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
         assert data.counters["get.retries"] >= 6
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("honours_if_match", [True, False])
 def test_a_shard_that_changes_while_it_is_read_is_an_error(
     kind: str, honours_if_match: bool, small_pieces: None
 ) -> None:
     with FaultServer(shards(kind)) as server:
         server.honours_if_match = honours_if_match
-        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        data = opened(kind, server)
         server.script(f"part-002.{kind}", None, None, Fault(etag="0" * 32), repeat=True)
         with pytest.raises(ObjectChangedError, match="part-002"):
             read(data)
     assert "if-match" in {name for request in server.requests for name in request.headers}
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_store_that_is_down_is_an_error_with_the_shard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=0.5, first=0.05))
     with FaultServer(shards(kind)) as server:
-        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        data = opened(kind, server)
+        monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=0.5, first=0.05))
         server.script(f"part-003.{kind}", Fault(status=500), repeat=True)
         with pytest.raises(StoreError, match="part-003"):
             read(data)
+
+
+def opened(kind: str, server: FaultServer) -> Any:
+    return closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
 
 
 def test_a_complete_shard_is_asked_for_once(kind: str, small_pieces: None) -> None:
@@ -226,64 +231,3 @@ def test_a_complete_shard_is_asked_for_once(kind: str, small_pieces: None) -> No
             assert [first for first, _ in spans] == edges[:-1]
             # Padding behind a tar's end mark is not read.
             assert edges[-1] == len(body) or (kind == "tar" and not any(body[edges[-1] - 1024 :]))
-
-
-# --- Through the loader, as streams ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "workers", "mode"),
-    [
-        ("tar", 2, None),
-        ("tar", 2, "auto"),
-        ("tar", 0, "raw"),
-        ("tar", 0, "dct"),
-        ("tar", 2, "shrunk"),
-        ("tar", 0, "decoded"),
-        ("tfrecord", 0, None),
-        ("tfrecord", 0, "auto"),
-        ("tfrecord", 2, "raw"),
-        ("tfrecord", 2, "dct"),
-        ("tfrecord", 0, "shrunk"),
-        ("tfrecord", 2, "decoded"),
-    ],
-)
-def test_epochs_through_the_loader(kind: str, workers: int, mode: Any, tmp_path: Path) -> None:
-    """Streams, then, with a cache, random access without a request; every record once in each epoch."""
-    with FaultServer(shards(kind)) as server:
-        cache = None if mode is None else Cache(tmp_path / "cache", mode, short_side=20)
-        data = closing(
-            dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP, cache=cache)
-        )
-        loader = loader_of(data, workers)
-        orders, gets = [], []
-        for _ in range(3):
-            found = numbers_of(list(loader), kind)
-            assert sorted(found) == list(range(TOTAL))
-            orders.append(tuple(found))
-            gets.append(sum(server.count(key) for key in server.objects))
-        assert len(set(orders)) == 3
-        if mode is None:
-            assert gets[2] > gets[1] > gets[0]
-        else:
-            assert gets[2] == gets[0] and len(data) == TOTAL and len(loader) == -(-TOTAL // 8)
-
-
-@pytest.mark.parametrize(("kind", "workers"), [("tar", 0), ("tfrecord", 2)])
-def test_resumed_in_the_middle_of_a_streamed_epoch(kind: str, workers: int, tmp_path: Path) -> None:
-    url = write(tmp_path / "shards", shards(kind))
-    data = closing(dataset(kind, url, transform=CROP, shuffle_buffer=30))
-    whole = list(loader_of(data, 2))
-    loader = loader_of(data, 2)
-    running = iter(loader)
-    head = [next(running) for _ in range(9)]
-    state = json.loads(json.dumps(loader.state_dict()))
-    del running
-    resumed = loader_of(data, workers)
-    resumed.load_state_dict(state)
-    found = head + list(resumed)
-    if workers == 2:
-        for one, other in zip(found, whole, strict=True):
-            assert torch.equal(one[IMAGE[kind]], other[IMAGE[kind]])
-            assert torch.equal(one[LABEL[kind]], other[LABEL[kind]])
-    assert sorted(numbers_of(found, kind)) == list(range(TOTAL))

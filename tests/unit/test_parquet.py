@@ -25,8 +25,7 @@ from fastload import Cache, ParquetDataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump_row, load_row
 from tests.faultserver import FaultServer
-from tests.parquetdata import TOTAL, files, parquet, table
-from tests.sharddata import CROP, at_random, closing, jpeg, labels, read, write
+from tests.sharddata import CROP, TOTAL, closing, jpeg, labels, parquet, read, shards, table, write
 from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("close_all")
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return write(tmp_path / "files", files())
+    return write(tmp_path / "files", shards("parquet"))
 
 
 def one(tmp_path: Path, rows: Any, **arguments: Any) -> ParquetDataset:
@@ -182,18 +181,6 @@ def test_row_groups_are_in_random_order_in_a_stream(url: str) -> None:
     assert len(starts) >= 10  # of 16 row groups
 
 
-def test_cached_epoch_is_read_at_random(url: str, tmp_path: Path) -> None:
-    data = closing(ParquetDataset(url, transform=CROP, cache=tmp_path / "cache"))
-    streamed = read(data)
-    data._flush_cache()
-    assert not data._streams().must_stream()
-    before = data.counters["get.requests"]
-    batch = at_random(data)
-    assert batch["label"].tolist() == list(range(TOTAL))
-    assert data.counters["get.requests"] == before
-    assert sorted(labels(streamed, "label")) == list(range(TOTAL))
-
-
 def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache")
     first = closing(ParquetDataset(url, ("label",), cache=cache))
@@ -203,20 +190,6 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     assert closing(ParquetDataset(url, "label", cache=cache)).contains(3)
     other = closing(ParquetDataset(url, ("label", "name"), cache=cache))
     assert not other.contains(3) and other[3] == (3, "n3")
-
-
-@pytest.mark.parametrize("mode", ["auto", "dct", "shrunk", "decoded"])
-def test_cache_modes_keep_images(url: str, tmp_path: Path, mode: Any) -> None:
-    cache = Cache(tmp_path / "cache", mode, short_side=20)
-    data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
-    cold = {int(n): image for n, image in _rows(read(data))}
-    data._flush_cache()
-    batch = at_random(data)
-    assert not data._streams().must_stream() and sorted(cold) == list(range(TOTAL))
-    assert batch["label"].tolist() == list(range(TOTAL)) and batch["image"].shape == (TOTAL, 3, 24, 24)
-    data.close()
-    again = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
-    assert not again._streams().must_stream() and torch.equal(at_random(again)["image"], batch["image"])
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct"])
@@ -240,7 +213,7 @@ def test_only_the_wanted_columns_are_read(url: str) -> None:
 
 
 def test_row_group_is_read_once_for_neighbours() -> None:
-    with FaultServer(files()) as server:
+    with FaultServer(shards("parquet")) as server:
         data = closing(ParquetDataset("s3://bucket", "label", storage_options=server.options))
         listed = server.count("part-000.parquet")
         assert [data[i] for i in range(12)] == list(range(12))
@@ -362,7 +335,7 @@ def _footer_lost(body: bytes) -> bytes:
     ids=["cut", "empty", "csv", "encrypted", "footer", "middle"],
 )
 def test_file_that_is_none_is_named(tmp_path: Path, damage: Any, error: str) -> None:
-    broken = files()
+    broken = shards("parquet")
     broken["part-002.parquet"] = damage(broken["part-002.parquet"])
     with pytest.raises(DecodeError, match=error):
         ParquetDataset(write(tmp_path, broken))
@@ -495,7 +468,7 @@ def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path, branch: str) -> 
     fsspec.register_implementation("hf", _Hub, clobber=True)
     try:
         hub = _Hub()
-        for key, body in files().items():
+        for key, body in shards("parquet").items():
             hub.pipe_file(f"/datasets/org/name{branch}/data/{key}", body)
         data = closing(
             ParquetDataset(

@@ -62,8 +62,9 @@ def epoch(kind: str, url: Path, cache: Any, **more: Any) -> tuple[list[int], dic
     return found, loader.stats()["counters"]
 
 
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
-@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("mode", "end"), [("auto", ""), ("raw", ".gz"), ("dct", ""), ("shrunk", ".gz"), ("decoded", "")]
+)
 def test_training_after_warm_reads_nothing_from_the_store(
     kind: str, mode: Any, end: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 import fastload
 from fastload import CenterCrop
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
-from tests.parquetdata import files as parquet_files
 from tests.sharddata import jpeg, shard, shards, write
 
 FORMATS = Path(__file__).parents[1] / "data" / "formats"
@@ -25,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("refusals")
     write(root / "tar", shards("tar", index=True))
     write(root / "tfrecord", shards("tfrecord", index=True))
-    write(root / "parquet", parquet_files())
+    write(root / "parquet", shards("parquet"))
     write(root / "others", {"notes.txt": b""})
     write(root / "photos", {"cat/0.jpg": jpeg(0)})
     write(root / "odd", {"file": shard("tar", range(3))[0]})

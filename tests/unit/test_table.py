@@ -421,22 +421,6 @@ def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
-def test_cache_serves_the_first_samples_again(table: Any, tmp_path: Path, mode: Any) -> None:
-    fields = (IMAGE, File("other/{id}.txt"), File("other/{id}.npy"), "label")
-    cache = Cache(tmp_path / "cache", mode, short_side=16)
-    found = table(fields, cache=cache, transform={"id": CenterCrop(8)})
-    assert not found.contains(3)
-    epochs = []
-    for _ in range(2):
-        epochs.append([found[index] for index in range(N)])
-        found._flush_cache()
-    for first, second in zip(*epochs, strict=True):
-        assert torch.equal(first[0], second[0]) and first[1:2] == second[1:2]
-        assert first[2].tolist() == second[2].tolist()
-    assert found.contains(3) and found.counters["get.samples"] == 3 * N
-
-
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_cache_of_an_object_dataset_serves_a_table(
     table: Any, objects: Path, tmp_path: Path, mode: Any
 ) -> None:
@@ -542,14 +526,6 @@ def test_copies_share_the_columns_and_pickles_have_them(table: Any) -> None:
     assert copy.deepcopy(found)._columns is found._columns
     again = pickle.loads(pickle.dumps(found))
     assert [again[index] for index in range(N)] == [found[index] for index in range(N)]
-
-
-def test_dataset_that_made_batches_can_be_sent_to_a_worker(table: Any) -> None:
-    found = table((IMAGE, "label"), transform=CenterCrop(8))
-    batch = next(iter(DataLoader(found, batch_size=4)))
-    again = pickle.loads(pickle.dumps(found))
-    assert torch.equal(next(iter(DataLoader(again, batch_size=4)))[0], batch[0])
-    again.close()
 
 
 # --- bad input

@@ -136,15 +136,6 @@ def test_an_object_store_by_fsspec_is_read_too() -> None:
     dataset.close()
 
 
-def test_shuffled_batches_have_every_sample_once_and_another_order_each_epoch(tmp_path: Path) -> None:
-    dataset = TokenDataset(write(tmp_path / "c"), "uint16", 4)
-    loader = DataLoader(dataset, batch_size=5, shuffle=True, seed=3)
-    epochs = [[row for batch in loader for row in batch.tolist()] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(expected(TOKENS, 4))
-    assert epochs[0] != epochs[1]
-    dataset.close()
-
-
 def test_millions_of_samples_take_no_memory_and_the_last_is_right(tmp_path: Path) -> None:
     with (tmp_path / "big.bin").open("wb") as file:  # sparse
         file.truncate(9 << 30)
@@ -173,19 +164,6 @@ def test_repr_key_and_payload_name_the_sample(tmp_path: Path) -> None:
 
 
 # --- the cache
-
-
-def test_cache_serves_samples_without_the_objects(tmp_path: Path) -> None:
-    folder = write(tmp_path / "c")
-    first = TokenDataset(folder, "uint16", 10, cache=tmp_path / "cache")
-    samples = [first[index] for index in range(len(first))]  # some have two or three pieces
-    first.close()
-    dataset = TokenDataset(folder, "uint16", 10, cache=tmp_path / "cache")
-    for path in folder.iterdir():
-        path.unlink()
-    assert all(dataset.contains(index) for index in range(len(dataset)))
-    assert all(torch.equal(dataset[index], samples[index]) for index in range(len(dataset)))
-    dataset.close()
 
 
 def test_warm_fills_the_cache_before_an_epoch(tmp_path: Path) -> None:
