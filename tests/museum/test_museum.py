@@ -75,8 +75,8 @@ def test_states_show_where_it_differs(exhibit: Exhibit, healthy: Run, faulty: Ru
     assert first <= exhibit.first <= last
 
 
-def test_page_says_what_prove_says(exhibit: Exhibit, healthy: Run, faulty: Run) -> None:
-    assert page.row(exhibit, str(fastload.prove(healthy.log, faulty.log))) in page.PAGE.read_text()
+def test_page_has_the_exhibit(exhibit: Exhibit) -> None:
+    assert page.row(exhibit) in page.PAGE.read_text()
 
 
 # --- what it cannot see, as the page says
