@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastload
-from tests.museum import page, samples
+from tests.museum import samples
 from tests.museum.exhibits import EXHIBITS, Exhibit
 from tests.museum.loaders import make_loader
 from tests.museum.orders import Epochs
@@ -73,10 +73,6 @@ def test_states_show_where_it_differs(exhibit: Exhibit, healthy: Run, faulty: Ru
     assert not proof
     first, last = range_of(proof)
     assert first <= exhibit.first <= last
-
-
-def test_page_has_the_exhibit(exhibit: Exhibit) -> None:
-    assert page.row(exhibit) in page.PAGE.read_text()
 
 
 # --- what it cannot see, as the page says
