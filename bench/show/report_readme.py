@@ -101,7 +101,8 @@ def _caption(document: Document) -> str:
     return (
         f"One run of `make bench`, {document['date'][:10]}, on {machine['cores']} cores of {machine['cpu']} "
         f"that also run the S3 server ({MAIN} away): {photos},\n"
-        f"random crops of {settings['size']} pixels, medians of {settings['repeats']} rounds. The work differs: {_differences(document)}.\n"
+        f"random crops of {settings['size']} pixels, medians of {settings['repeats']} rounds. "
+        f"The work differs: {_differences(document)}.\n"
         f"[All figures]({PAGE}), and [**where others win**]({PAGE}#where-others-win)."
     )
 
