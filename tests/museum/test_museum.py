@@ -75,7 +75,7 @@ def test_states_show_where_it_differs(exhibit: Exhibit, healthy: Run, faulty: Ru
     assert first <= exhibit.first <= last
 
 
-# --- what it cannot see, as the page says
+# --- what it cannot see, as docs/how-to/prove.md says
 
 
 class AnotherSample(Numbered):
