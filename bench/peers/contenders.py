@@ -49,7 +49,7 @@ NOT_50 = (0, 20, 100)
 # At 20 ms only: the cost of filling each kind of cache, and contenders that wait for every single photo.
 COLD = (
     Contender("fastload", "ours", "s3 none"),
-    Contender("fastload, tar shards", "ours", "tar none", differs="250 photos a shard, shuffled in blocks"),
+    Contender("fastload, tar shards", "ours", "tar none", differs="250 photos per shard, shuffled in blocks"),
     Contender("torch + s3fs", "torch_s3", "s3fs", (8, 16), PILLOW, NOT_50),
     Contender("torch + boto3", "torch_s3", "boto3", (8, 16), PILLOW, NOT_50),
     Contender("s3torchconnector", "s3torchconnector", "", (8, 16), PILLOW, NOT_50),

@@ -26,7 +26,7 @@ NEVER = {
 COSTS = (
     ("First batch", "first_batch_seconds", 1, "s"),
     ("CPU", "cpu_seconds_per_1000", 1, "s per 1,000 images"),
-    ("Requests", "store_requests_per_image", 1, "GETs an image"),
+    ("Requests", "store_requests_per_image", 1, "GETs per image"),
     ("Memory", "pss_bytes", 1e6, "MB"),
 )
 
@@ -125,7 +125,7 @@ def paragraph(document: Document) -> str:
     lost = [kind for kind in kinds if any(loss.what == kind for loss in found)]
     if not lost:
         return "No other loader is better in any of these figures."
-    lines = ["Medians of the others against those of *fastload*:", ""]
+    lines = ["Medians of the other loaders against those of *fastload*:", ""]
     if never := [words for kind, words in NEVER.items() if kind not in lost]:
         lines.append(f"* No other loader {_either(never)}.")
     for kind in lost:
@@ -158,7 +158,7 @@ def _details(loss: Loss, others: list[str]) -> str:
     """The case; that it was not so in every turn; other cases; that another form of ours is ahead."""
     text = loss.case
     if loss.turns is not None and loss.turns[0] < loss.turns[1]:
-        text += f", ahead in {loss.turns[0]} of {loss.turns[1]} turns"
+        text += f", ahead in {loss.turns[0]} of {loss.turns[1]} rounds"
     if others:
         text += f"; also {', '.join(others)}"
     if loss.kin is not None:

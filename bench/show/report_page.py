@@ -28,15 +28,8 @@ def markdown(document: Document) -> str:
         parts.append(_section("Later epochs", "From a full cache or the local disk:"))
         parts += [*_pictures(document, "later-epochs"), tables.later_epochs(document)]
     parts.append(_section("Where others win", losses.paragraph(document)))
-    if tables.cases(document, "decode"):
-        parts.append(_section("Decoding only, from memory", tables.decode_only(document)))
-    if tables.cases(document, "handover"):
-        limit = "The limit is one thread. More than 100 % is possible, because two workers fill the batches."
-        parts.append(_section("Handing over ready samples", f"{tables.hand_over(document)}\n\n{limit}"))
     if text := tables.growth(document):
         parts.append(_section("More workers, more objects, larger objects", text))
-    if document["node"]:
-        parts.append(_section("Larger machines, by a model fitted to these figures", tables.node(document)))
     return "\n\n".join([*parts, _section("Differences, missing contenders, versions", _notes(document))])
 
 
@@ -82,13 +75,12 @@ def _caption(document: Document) -> str:
         f"RandomResizedCrop {settings['size']} and flip to uint8, batches of {settings['batch']}."
     )
     manner = (
-        f"Medians of {settings['repeats']} turns (small: min–max). In each turn all contenders run, one\n"
+        f"Medians of {settings['repeats']} rounds (small: min–max). In each round all contenders run, one\n"
         "after the other, each written as its own documentation recommends, with its fastest number of\n"
         "workers. Raised numbers refer to the differences below. The limit, in italics, is a bare loop that\n"
-        "does one part of the work, such as the GETs alone. The share of the limit is taken in each turn;\n"
-        "its median is shown, which is not the quotient of the two medians. Objects are listed before the\n"
-        "epoch, or within it where fastload fills a cache, which begins empty. The epochs of slow\n"
-        "contenders are cut short: their GETs and bytes include batches that came too late to count."
+        "does one part of the work, such as the GETs alone; the share of it is the median over the rounds.\n"
+        "The epochs of slow contenders are cut short: their GETs and bytes include batches that came too\n"
+        "late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "

@@ -20,17 +20,13 @@ from bench.show.figures import (
     spread,
     table,
 )
-from fastload.cache.codecs import MODES
 
 __all__ = [
-    "decode_only",
     "differences",
     "first_epoch",
     "growth",
-    "hand_over",
     "later_epochs",
     "machine",
-    "node",
 ]
 
 Document = dict[str, Any]
@@ -136,11 +132,6 @@ def later_epochs(document: Document) -> str:
     return table(["mode", *headings], _by_mode(document, "later"), texts=2)
 
 
-def decode_only(document: Document) -> str:
-    headings = ["", "images/s", "min–max", "of the limit", "CPU, s per 1,000", "memory, MB", "workers"]
-    return table(["mode", *headings], _by_mode(document, "decode"), texts=2)
-
-
 def _by_mode(document: Document, section: str) -> list[list[str]]:
     lines = []
     for case in cases(document, section):
@@ -164,29 +155,6 @@ def _epoch_line(document: Document, row: Row) -> list[str]:
         number(_scaled(row["pss_bytes"], 1e6)),
         _workers(row),
     ]
-
-
-def hand_over(document: Document) -> str:
-    """One line a contender, the kinds of sample side by side."""
-    kinds = cases(document, "handover")
-    rows = rows_of(document, "handover")
-    lines = []
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        found = [find(rows_of(document, "handover", kind), name) for kind in kinds]
-        shares = [share(document, row) if row else None for row in found]
-        cells = [
-            cell
-            for row, part in zip(found, shares, strict=True)
-            for cell in (_with_spread(name, row), percent(part))
-        ]
-        lines.append([_name(document, name), *cells])
-    limits = limits_of(document, rows)
-    for name in dict.fromkeys(limit["name"] for limit in limits):
-        by = {
-            limit["case"]: f"*{number(median(limit['rates']))}*" for limit in limits if limit["name"] == name
-        }
-        lines.append([f"*limit: {name}*", *(cell for kind in kinds for cell in (by.get(kind, ""), ""))])
-    return table(["samples/s", *(x for kind in kinds for x in (kind, "of the limit"))], lines)
 
 
 def growth(document: Document) -> str:
@@ -239,45 +207,6 @@ def _growth_sizes(document: Document) -> str:
         )
     headings = ["MB/s from objects of", *(short_size(size) for size in sizes)]
     return table(headings, lines) if entries else ""
-
-
-def node(document: Document) -> str:
-    """What the model predicts for larger machines, what it assumes, and how well it does here."""
-    model = document["node"]
-    order = {mode: i for i, mode in enumerate(MODES)}
-    entries = sorted(
-        model["predictions"], key=lambda p: (p["node"], p["nodes"], p["epoch"], order[p["mode"]])
-    )
-    headings = [
-        "machine",
-        "mode",
-        "epoch",
-        "limit",
-        "nodes",
-        "images/s wanted",
-        "images/s fed",
-        "",
-        "MB/s of the store",
-    ]
-    lines = [
-        [
-            *(p["node"], f"`{p['mode']}`", p["epoch"], p["limit"], f"{p['nodes']:,}"),
-            *(number(p["wanted"]), number(p["rate"]), percent(p["rate"] / p["wanted"])),
-            number(p["store_bytes_per_second"] / 1e6),
-        ]
-        for p in entries
-    ]
-    parts = [table(headings, lines, texts=4)] if lines else []
-    if check := model["check"]:
-        parts.append(
-            f"Held against this machine: {number(check['predicted'])} images/s predicted, "
-            f"{number(check['measured'])} measured ({100 * check['error']:+.0f} %)."
-        )
-    if model["fitted"]:
-        fitted = ", ".join(f"{name} {number(value)}" for name, value in model["fitted"].items())
-        parts.append(f"Fitted to the figures above: {fitted}.")
-    parts.append("\n".join(["Assumed:", "", *(f"* {text}" for text in model["assumptions"])]))
-    return "\n\n".join(parts)
 
 
 def machine(document: Document) -> str:

@@ -1,6 +1,6 @@
-"""The options and JSON keys of commands, as Markdown tables in place of comments.
+"""The options and JSON keys of commands, counters and metrics, as Markdown tables in place of comments.
 
-`<!-- options of fastload ... -->`, `<!-- keys of fastload ... -->`
+`<!-- options of fastload ... -->`, `<!-- keys of fastload ... -->`, `<!-- counters -->`, `<!-- metrics -->`
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from fastload.cli.app import REPORTS, app
 from fastload.cli.report import MeasuredReport
+from fastload.metrics.exporters import COUNTERS, METRICS
 
 __all__ = ["command", "filled", "keys", "setup"]
 
@@ -31,7 +32,21 @@ def command(path: str) -> Any:
 
 def filled(text: str) -> str:
     """A page with its tables."""
-    return PLACE.sub(lambda match: (_described if match[1] == "options" else _keys)(match[2]), text)
+    text = PLACE.sub(lambda match: (_described if match[1] == "options" else _keys)(match[2]), text)
+    return text.replace("<!-- counters -->", _counters()).replace("<!-- metrics -->", _metrics())
+
+
+def _counters() -> str:
+    """Return a row for each counter: what it counts."""
+    rows = (f"| `{name}` | {_cell(text)} |" for name, (_, text) in COUNTERS.items())
+    return "\n".join(["| counter | counts |", "|---|---|", *rows])
+
+
+def _metrics() -> str:
+    """Return a row for each metric: its names and its unit."""
+    heads = ["| counter or rate | Prometheus | OpenTelemetry | unit |", "|---|---|---|---|"]
+    rows = (f"| `{x.source}` | `{x.prometheus}` | `{x.opentelemetry}` | `{x.unit}` |" for x in METRICS)
+    return "\n".join([*heads, *rows])
 
 
 def keys(report: type) -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ SUMMARY = (
     "straight into the batch."
 )
 # What readers of the source see and readers of the site do not.
-HIDDEN = re.compile(r"<!-- (?:run first:|not run:).*?-->\n?", re.DOTALL)
+HIDDEN = re.compile(r"<!-- (?:run first:|run:|not run:).*?-->\n?", re.DOTALL)
 FENCED = re.compile(r"^```\{([\w-]+)\}[^\n]*\n(.*?)^```\n?", re.DOTALL | re.MULTILINE)
 AUTO = re.compile(r"^\.\. auto(?:class|method|function|exception):: *([\w.]+)((?:\n +:.*)*)", re.MULTILINE)
 

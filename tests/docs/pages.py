@@ -8,6 +8,8 @@ Blocks of `python` run in one namespace, those of `bash` in a shell, and of a `c
     <!-- run first:                 what the page does not show runs at this place
     code
     -->
+    <!-- run: FILE -->              the same, where it is long: the file beside this one, below checks/, in
+                                    the folder of the page's name; PAGE is the page's path in it
 
 The paths that pages name are replaced: /ssd and /data become folders of the test.
 """
@@ -32,6 +34,9 @@ DIRECTIVE = re.compile(r"^ *(?P<fence>```+)\{(?P<name>[\w-]+)\}")  # of Sphinx: 
 NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
 SAVE_AS = re.compile(r"^\s*<!-- save as: (?P<name>[\w.-]+) -->\s*$")
 RUN_FIRST = re.compile(r"^\s*<!-- run first:\s*$")
+RUN_FILE = re.compile(r"^\s*<!-- run: (?P<name>[\w.-]+) -->\s*$")
+DOCS = Path(__file__).parents[2] / "docs"
+CHECKS = Path(__file__).parent / "checks"
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Block:
     code: str
     reason: str = ""  # why it does not run
     file: str = ""  # where it is written in place of being run
+    check: str = ""  # the file that has the code, if the page has not
 
 
 def blocks(page: Path) -> list[Block]:
@@ -62,6 +68,9 @@ def blocks(page: Path) -> list[Block]:
             end = next(i for i in range(at, len(lines)) if lines[i].strip() == "-->")
             found.append(Block("python", at + 2, textwrap.dedent("\n".join(lines[at + 1 : end]))))
             at = end
+        elif mark := RUN_FILE.match(lines[at]):
+            check = CHECKS / page.relative_to(DOCS).parent / mark["name"]
+            found.append(Block("python", 1, check.read_text(), check=str(check)))
         elif fence := FENCE.match(lines[at]):
             closing = fence["fence"]
             end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == closing)
@@ -96,7 +105,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__"}
+    namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__", "PAGE": str(page)}
     for block in blocks(page):
         if block.reason or not (block.file or block.language in RUN):
             continue
@@ -106,7 +115,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
         elif block.language == "python":
             tree = ast.increment_lineno(ast.parse(code), block.line - 1)
             try:
-                exec(compile(tree, str(page), "exec"), namespace)
+                exec(compile(tree, block.check or str(page), "exec"), namespace)
             except SystemExit as error:
                 raise RuntimeError(f"line {block.line}: the block ends the page before its end") from error
         else:

@@ -1,7 +1,7 @@
 """The thirty exhibits: what happened elsewhere, the fault here, and the run with and without it.
 
 `first` is known from the fault: it was worked out by hand, and `test_museum.py` compares it with what the
-trainer was handed. docs/explanation/museum.md is the catalogue.
+trainer was handed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastload
-from tests.museum import page, samples
+from tests.museum import samples
 from tests.museum.exhibits import EXHIBITS, Exhibit
 from tests.museum.loaders import make_loader
 from tests.museum.orders import Epochs
@@ -75,11 +75,7 @@ def test_states_show_where_it_differs(exhibit: Exhibit, healthy: Run, faulty: Ru
     assert first <= exhibit.first <= last
 
 
-def test_page_says_what_prove_says(exhibit: Exhibit, healthy: Run, faulty: Run) -> None:
-    assert page.row(exhibit, str(fastload.prove(healthy.log, faulty.log))) in page.PAGE.read_text()
-
-
-# --- what it cannot see, as the page says
+# --- what it cannot see, as docs/how-to/prove.md says
 
 
 class AnotherSample(Numbered):

@@ -14,7 +14,7 @@ PICTURES = re.findall(r"(?:src|srcset)=\"([^\"\s]+)\"", README)
 
 
 def test_the_readme_is_one_screen() -> None:
-    assert len(README.splitlines()) <= 170
+    assert len(README.splitlines()) <= 90
 
 
 def test_links_of_the_readme_are_absolute() -> None:

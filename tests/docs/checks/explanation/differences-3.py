@@ -1,0 +1,24 @@
+class Wrapper(torch.utils.data.Dataset):
+    photos = None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.photos[index]
+
+
+wrapper = Wrapper()
+wrapper.photos = train
+with pytest.warns(UserWarning, match="for one sample at a time"):
+    DataLoader(wrapper, 4)
+
+
+class Own(ImageFolder):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, label + 100
+
+
+[(images, labels)] = DataLoader(Own("s3://bucket/val", CenterCrop(64)), 8, num_workers=1)
+assert labels.min() == 100

@@ -1,0 +1,21 @@
+import io
+
+import numpy as np
+import soundfile
+
+import fastload
+
+generator = np.random.default_rng(0)
+
+
+def put(name, seconds):
+    noise = 0.1 * generator.normal(size=int(16_000 * seconds))
+    file = io.BytesIO()
+    soundfile.write(file, noise, 16_000, format="FLAC")
+    fastload.open_store("s3://bucket").write(name, file.getvalue())
+    return noise
+
+
+for number in range(40):
+    put(f"speech/{number:02d}.flac", 0.2 + 0.02 * number)
+lecture = put("lectures/monday.flac", 90)

@@ -1,0 +1,122 @@
+import functools
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, TFRecordDataset, TarDataset, open_store
+
+page = Path(PAGE).read_text()
+crop = fastload.RandomResizedCrop(32)
+data = ImageFolder("/data/train", crop)
+normalize = fastload.Normalize((0.5,) * 3, (0.5,) * 3)
+empty = Path("/ssd/owls/owl")
+empty.mkdir(parents=True)
+
+
+class Around(torch.utils.data.Dataset):
+    def __init__(self):
+        self.photos = data
+
+    def __len__(self):
+        return len(self.photos)
+
+    def __getitem__(self, index):
+        return self.photos[index]
+
+
+def first(dataset, **options):
+    return next(iter(DataLoader(dataset, 8, **options)))
+
+
+CASES = [
+    ("has no scheme: write http://", lambda: open_store("s3://bucket", endpoint_url="minio:9000")),
+    (
+        "refused access. Credentials tried: ",
+        lambda: ImageFolder("s3://bucket/train", storage_options={"key": "a", "secret": "bbbbb"}),
+    ),
+    (
+        "no answer at endpoint_url",
+        lambda: ImageFolder("s3://bucket/train", storage_options={"endpoint_url": "http://127.0.0.1:9"}),
+    ),
+    ("bucket '", lambda: ImageFolder("s3://nobucket/train")),
+    ("no objects there: check the prefix", lambda: ImageFolder("s3://bucket/trian")),
+    ("unknown storage option", lambda: open_store("s3://bucket", aws_access_key_id="x")),
+    ("no AWS profile", lambda: open_store("s3://bucket", profile="nobody")),
+    ("http servers have no listing", lambda: ImageFolder("https://bucket.s3.amazonaws.com/train")),
+    ("(is it s3://", lambda: ImageFolder("bucket/train")),
+    ("no class directories: give the parent of class/file.jpg", lambda: ImageFolder("s3://bucket/train/cat")),
+    ("no valid image for the classes '", lambda: ImageFolder("/ssd/owls")),
+    (
+        "is named as a tar: read it with fastload.TarDataset",
+        lambda: TFRecordDataset("s3://bucket/shards/train-00000.tar"),
+    ),
+    ("but none is named as a tar", lambda: TarDataset("s3://bucket/train")),
+    ("of the named objects do not exist", lambda: TarDataset("s3://bucket/shards/x-{0..3}.tar")),
+    (
+        "no feature 'img'; it has image, label",
+        lambda: first(TFRecordDataset("s3://bucket/shards/", {"img": bytes})),
+    ),
+    ("transform is a class", lambda: ImageFolder("/data/train", fastload.RandomResizedCrop)),
+    ("Normalize takes batches", lambda: first(ImageFolder("/data/train", normalize))),
+    ("default_collate: ", lambda: first(ImageFolder("/data/train"))),
+    (
+        ", but sample 1 ",
+        lambda: first(
+            ObjectDataset("/data/train", decode=lambda data: torch.zeros(len(data))), num_workers=1
+        ),
+    ),
+    (
+        "too many values to unpack",
+        lambda: [1 for a, b in [first(TarDataset("s3://bucket/shards/", transform=crop))]],
+    ),
+    ("url must be one URL or path", lambda: ObjectDataset(["/data/train", "/data/val"])),
+    ("every epoch is empty: drop_last=True", lambda: DataLoader(data, 256, drop_last=True)),
+    (
+        "find_classes is not supported",
+        lambda: type("Mine", (ImageFolder,), {"find_classes": 0})("/data/train"),
+    ),
+    ("asks the ImageFolder in its attribute", lambda: DataLoader(Around())),
+    (
+        "keys have no object",
+        lambda: fastload.TableDataset(
+            [{"image": "cat/0000"}], fastload.File("image"), url="s3://bucket/train"
+        ),
+    ),
+    (
+        "is null in row",
+        lambda: fastload.TableDataset([{"image": "a", "label": 1}, {"image": "b", "label": None}], "label"),
+    ),
+    ("lies within", lambda: ImageFolder("/data/train", cache="/data/train/cache")),
+    ("is a mode, and the directory is missing", lambda: ImageFolder("/data/train", cache="shrunk")),
+    ("is a URL; the cache needs a directory on a local disk", lambda: Cache("s3://bucket/cache")),
+    ("passes through its cache", lambda: first(ImageFolder("/data/train", crop, cache="/proc/cache"))),
+    ("this dataset has no length yet", lambda: len(TarDataset("s3://bucket/shards/"))),
+    ("state_dict has version None", lambda: DataLoader(data).load_state_dict({})),
+    (
+        "state_dict was saved with length ",
+        lambda: DataLoader(data).load_state_dict(DataLoader(ImageFolder("/data/val", crop)).state_dict()),
+    ),
+    ("='torch' does not work here", lambda: DataLoader(data, decode="torch")),
+    (
+        "which fastload cannot describe",
+        lambda: ObjectDataset(
+            "/data/train", decode=functools.partial(print, sys.stdout), cache=Cache("/ssd/c", "decoded")
+        ),
+    ),
+]
+if not torch.cuda.is_available():
+    CASES.append(("device='cuda' needs CUDA", lambda: DataLoader(data, device="cuda")))
+
+for words, call in CASES:
+    assert words in page, f"the page does not say {words!r}"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            call()
+            raised = None
+        except Exception as error:
+            raised = error
+    said = " | ".join([str(raised), *(str(one.message) for one in warned)])
+    assert words in said, (words, said)
