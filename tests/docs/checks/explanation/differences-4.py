@@ -10,7 +10,7 @@ def odd(index):
     return index
 
 
-assert [batch.tolist() for batch in all_of(odd, on_error="skip")] == [[0, 0], [2, 2]]
+assert [batch.tolist() for batch in all_of(odd, on_error="repeat")] == [[0, 0], [2, 2]]
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -19,7 +19,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 with pytest.raises(ArgumentError):
-    list(DataLoader(Stream(), on_error="skip"))
+    list(DataLoader(Stream(), on_error="repeat"))
 iterator = iter(DataLoader(train, 4, num_workers=1))
 assert not hasattr(iterator, "_pin_memory_thread")
 del iterator

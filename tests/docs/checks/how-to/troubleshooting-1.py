@@ -98,7 +98,7 @@ CASES = [
         "state_dict was saved with length ",
         lambda: DataLoader(data).load_state_dict(DataLoader(ImageFolder("/data/val", crop)).state_dict()),
     ),
-    ("='torch' does not work here", lambda: DataLoader(data, decode="torch")),
+    ("='torch' does not work here", lambda: DataLoader(data, decoder="torch")),
     (
         "which fastload cannot describe",
         lambda: ObjectDataset(
