@@ -27,7 +27,6 @@ import signal
 import sys
 import time
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
@@ -148,15 +147,15 @@ class _Deliveries:
         marks: after each batch: seconds of reading and training, those of waiting among them, samples.
         order: digests of the leading index batches.
         integers: digests of the integers in the leading batches.
+        context: of a loader of fastload, else None.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self) -> None:
         self.marks: list[tuple[float, float, int]] = []
         self.seconds = self.waited = 0.0
         self.order: list[str] = []
         self.integers: list[str] = []
-        self.verdict: str | None = None
-        self.loader = weakref.ref(loader)
+        self.context: Any = None
 
     def note_order(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the index batches, with note of the leading ones."""
@@ -196,9 +195,11 @@ class _Deliveries:
         Args:
             ahead: batches that workers make ahead. The rate counts from the next one on.
         """
-        loader: Any = self.loader()
-        if hasattr(loader, "_context"):  # fastload's, and no subclass that is its own
-            self.verdict = loader.stats()["verdict"]
+        from fastload.metrics.bottleneck import explain_bottleneck
+
+        verdict = None
+        if self.context is not None:  # as stats() has it
+            verdict = explain_bottleneck(self.context.meter.counters(), self.context.meter.gauges())
         before, last = (0.0, 0.0, 0), (0.0, 0.0, 0)
         if self.marks:
             skipped, last = min(max(1, ahead), len(self.marks) // 2), self.marks[-1]
@@ -210,7 +211,7 @@ class _Deliveries:
             "samples_per_second": round((last[2] - before[2]) / seconds, 1),
             "first_batch_seconds": round(self.marks[0][0], 3) if self.marks else None,
             "waited": round((last[1] - before[1]) / seconds, 3),
-            "verdict": self.verdict,
+            "verdict": verdict,
             "order": self.order,
             "integers": self.integers,
         }
@@ -237,8 +238,9 @@ class _Measurement:
         ahead = loader.num_workers * (loader.prefetch_factor or 2)
         kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         key = (kind, length, size, loader.num_workers, type(loader.sampler).__name__, ahead)
-        deliveries = self._loaders.setdefault(key, _Deliveries(loader))
-        deliveries.loader = weakref.ref(loader)
+        deliveries = self._loaders.setdefault(key, _Deliveries())
+        # Not the loader itself: it must not live longer than without a measurement.
+        deliveries.context = getattr(loader, "loader_context", None)
         return deliveries
 
     def write(self, *, now: bool = True) -> None:

@@ -338,6 +338,7 @@ def test_report_in_words_of_a_script_that_fails_at_its_end(write: Any, photos: P
         "  OSError: too bad",
     ):
         assert words in done.stdout
+    assert "nothing was loaded yet" not in done.stdout
 
 
 def test_order_without_a_seed_of_the_scripts_is_compared(write: Any, photos: Path) -> None:
