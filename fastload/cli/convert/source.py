@@ -10,6 +10,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -75,6 +76,13 @@ def open_source(url: str, kind: str, options: dict[str, Any], shard_size: int, s
     )
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Bytes with credentials, which its repr does not show."""
+
+    content: bytes = field(repr=False)
+
+
 class Objects:
     """See `Source`: a sample per object, hundreds of which are read at a time.
 
@@ -101,16 +109,16 @@ class Objects:
         self.position: Any = 0
         self._requested, self._wanted = 0, len(dataset)
 
-    def packed(self) -> tuple[bytes, Manifest]:
+    def packed(self) -> tuple[Packed, Manifest]:
         """Return (this source, small, with the credentials; its listing, large, without) for `unpacked`."""
         file = io.BytesIO()
         _Pickler(file, self._listing).dump((self._cut_by, self._dataset))
-        return file.getvalue(), self._listing
+        return Packed(file.getvalue()), self._listing
 
     @classmethod
-    def unpacked(cls, packed: bytes, listing: Manifest) -> Objects:
+    def unpacked(cls, packed: Packed, listing: Manifest) -> Objects:
         """Return the source in another process, without a request."""
-        (kind, shard_size, seed), dataset = _Unpickler(io.BytesIO(packed), listing).load()
+        (kind, shard_size, seed), dataset = _Unpickler(io.BytesIO(packed.content), listing).load()
         return cls(kind, dataset, shard_size, seed)
 
     def starts(self) -> list[int]:

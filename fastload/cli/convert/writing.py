@@ -14,7 +14,7 @@ from typing import Any
 
 from fastload.cli.cluster import Cluster, Task
 from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
-from fastload.cli.convert.source import Objects
+from fastload.cli.convert.source import Objects, Packed
 from fastload.cli.measurement import Bars, Rate
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.fetch.threads import ReadPool
@@ -182,7 +182,7 @@ class NodesWriting:
 
 
 def _write_shard(
-    packed: bytes, listing: Manifest, shards: ShardSet, number: int, start: int, fingerprint: str
+    packed: Packed, listing: Manifest, shards: ShardSet, number: int, start: int, fingerprint: str
 ) -> tuple[WrittenShard, int]:
     """Return a shard that has arrived, and the bytes of the objects that it was made of."""
     source = Objects.unpacked(packed, listing)
