@@ -240,7 +240,7 @@ class _Measurement:
         key = (kind, length, size, loader.num_workers, type(loader.sampler).__name__, ahead)
         deliveries = self._loaders.setdefault(key, _Deliveries())
         # Not the loader itself: it must not live longer than without a measurement.
-        deliveries.context = getattr(loader, "loader_context", None)
+        deliveries.context = getattr(loader, "_context", None)
         return deliveries
 
     def write(self, *, now: bool = True) -> None:
