@@ -12,18 +12,16 @@ if TYPE_CHECKING:
     from fastload import errors as errors
     from fastload import testing as testing
     from fastload.cache import Cache
-    from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
-    from fastload.datasets.map import map
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.sample_files import File
     from fastload.datasets.table import TableDataset
-    from fastload.datasets.table_fields import File
+    from fastload.datasets.wrappers import cached, map
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
-    from fastload.images.by_epoch import ByEpoch
     from fastload.images.fuse import fuse
-    from fastload.images.transforms import CenterCrop, RandomResizedCrop
+    from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.metrics.watch import watch
     from fastload.order.mixture_sampler import MixtureSampler
@@ -42,13 +40,13 @@ if TYPE_CHECKING:
 # child needs none of it.
 _HOME = {
     "BetonDataset": "fastload.shards.beton",
-    "ByEpoch": "fastload.images.by_epoch",
+    "ByEpoch": "fastload.images.transforms",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
     "Dali": "fastload.gpu.dali",
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.order.sampler",
-    "File": "fastload.datasets.table_fields",
+    "File": "fastload.datasets.sample_files",
     "ImageFolder": "fastload.datasets.image_folder",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
@@ -63,9 +61,9 @@ _HOME = {
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
     "TokenDataset": "fastload.shards.tokens",
-    "cached": "fastload.datasets.cached",
+    "cached": "fastload.datasets.wrappers",
     "fuse": "fastload.images.fuse",
-    "map": "fastload.datasets.map",
+    "map": "fastload.datasets.wrappers",
     "open_store": "fastload.store",
     "prove": "fastload.trace.prove",
     "watch": "fastload.metrics.watch",

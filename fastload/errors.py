@@ -113,7 +113,7 @@ class ArgumentError(FastloadError, ValueError):
         try:
             fastload.DataLoader([1, 2, 3], on_error="ignore")
         except fastload.errors.ArgumentError as error:
-            print(error)  # [argument] on_error must be one of ('raise', 'skip', 'replace'), found 'ignore'
+            print(error)  # [argument] on_error must be one of ('raise', 'repeat', 'replace'), found 'ignore'
     """
 
     stage = "argument"
@@ -179,7 +179,7 @@ class LimitError(StoreError):
 
         dataset = fastload.ImageFolder("s3://bucket/train", storage_options={"max_gets": 1})
         try:
-            dataset.payload(0), dataset.payload(1)
+            dataset[0], dataset[1]
         except fastload.errors.LimitError as error:
             print(error)  # [get 'cat/0001.jpg'] max_gets=1 requests of this dataset were reserved, ...
     """
@@ -194,7 +194,7 @@ class ObjectChangedError(StoreError):
 
         dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache")
         try:
-            dataset.payload(0)
+            dataset[0]
         except fastload.errors.ObjectChangedError:
             dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache")
     """

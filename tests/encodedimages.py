@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastload.formats.jpeg_records import is_dct
+from fastload.formats.jpeg import is_dct
 from fastload.images.encoded import EncodedBatch, EncodedImages
 from fastload.images.transforms import Crop
 

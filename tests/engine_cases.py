@@ -158,7 +158,7 @@ scripted("flipped byte", Fault(flip=99))
 # N6
 scripted("403", Fault(status=403, code="AccessDenied"), repeat=True)
 scripted("404", Fault(status=404, code="NoSuchKey"), repeat=True)
-scripted("404, skipped", Fault(status=404, code="NoSuchKey"), repeat=True, on_error="skip")
+scripted("404, skipped", Fault(status=404, code="NoSuchKey"), repeat=True, on_error="repeat")
 
 
 def case(name: str) -> Callable[[Case], Case]:

@@ -196,6 +196,9 @@ def write_tokens(folder: Path, photo: Photo) -> None:
 class Numbered(Dataset[Any]):
     """A dataset of the user's own."""
 
+    def __init__(self) -> None:
+        self.__fingerprint__ = "numbered"
+
     def __len__(self) -> int:
         return COUNT
 
@@ -206,7 +209,7 @@ class Numbered(Dataset[Any]):
 
 
 def cached(url: str, cache: Any = None, **options: Any) -> Any:
-    return fastload.cached(Numbered(), cache or f"{url}-cache", fingerprint="numbered")
+    return fastload.cached(Numbered(), cache or f"{url}-cache")
 
 
 def half_and_half(url: str, **options: Any) -> Any:
@@ -324,7 +327,7 @@ KINDS = [
     Kind(
         "tfrecord",
         write_tfrecord,
-        functools.partial(fastload.TFRecordDataset, features=_FEATURES),
+        functools.partial(fastload.TFRecordDataset, fields=_FEATURES),
         transform={"image": CROP},
         streamed=True,
         sharded=True,
@@ -332,7 +335,7 @@ KINDS = [
     Kind(
         "tfrecord, indexed",
         functools.partial(write_tfrecord, index=True),
-        functools.partial(fastload.TFRecordDataset, features=_FEATURES),
+        functools.partial(fastload.TFRecordDataset, fields=_FEATURES),
         transform={"image": CROP},
         sharded=True,
     ),

@@ -124,7 +124,7 @@ def dataset(kind: str, url: Any, **arguments: Any) -> Any:
         return fastload.ParquetDataset(url, **arguments)
     if kind == "tar":
         return fastload.TarDataset(url, **arguments)
-    return fastload.TFRecordDataset(url, arguments.pop("features", FEATURES), **arguments)
+    return fastload.TFRecordDataset(url, arguments.pop("fields", FEATURES), **arguments)
 
 
 def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -148,12 +148,12 @@ def read(
     data: Any, *, workers: int = 2, ranks: int = 1, epoch: int = 0, shuffle: bool = True
 ) -> list[tuple[list[int], Any]]:
     """All batches of one epoch, over all ranks and their streams."""
-    found = []
+    found, streams = [], data._streams()
     for rank in range(ranks):
-        states = data.plan_streams(workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+        states = streams.plan_streams(workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
         assert len(states) == workers
         for state in states:
-            stream = data.open_stream(json.loads(json.dumps(state)))
+            stream = streams.open_stream(json.loads(json.dumps(state)))
             found += batches(data, stream, epoch=epoch)
             stream.close()
     return found

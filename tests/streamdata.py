@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fastload.datasets.protocols import Allocate, RowErrors, RowRequests
-from fastload.datasets.views import PlainView
+from fastload.datasets.views import Allocate, PlainView, RowErrors, RowRequests
 from fastload.metrics.counters import Counters
 
 

@@ -1,4 +1,4 @@
-"""How fast each decoder of `DataLoader(decode=...)` is by itself: encoded batches in memory to pixels.
+"""How fast each decoder of `DataLoader(decoder=...)` is by itself: encoded batches in memory to pixels.
 
     python -m bench decoders [--device cuda] [--batch 256] [--rounds 20]
 

@@ -2,10 +2,10 @@
 
     python -m bench digest_cost [--before DIR] [--rounds 7] [--json]
 
-First what is done for each batch, alone: the witness, its way through a pipe, and the sum. Then whole epochs.
-DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own, which
-makes batches itself (`num_workers=0`): so the CPU time of that process is all there is. Each process reads
-one epoch that fills the cache, and then measures whole epochs.
+First what is done for each batch, alone: its fingerprint, the way through a pipe, and the sum. Then whole
+epochs. DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own,
+which makes batches itself (`num_workers=0`): so the CPU time of that process is all there is. Each process
+reads one epoch that fills the cache, and then measures whole epochs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.data import ROOT, photo_folder
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.datasets.wrappers import view_of
 from fastload.trace.digest import Digest
-from fastload.workers.witness import Witnesses
+from fastload.workers.protocol import Fingerprints
 
 IMAGES, BATCH = 256, 64
 EPOCHS = {"raw": 4, "decoded": 40, "numbers": 4}
@@ -69,8 +69,8 @@ def cpu_per_sample(checkout: Path, case: str, photos: Path, scratch: Path, log: 
 
 
 def alone(dataset: Any, size: int, *, logged: bool) -> float:
-    """Microseconds a sample: the witness of a batch, pickled and unpickled, and added to the digest."""
-    makes, digest = Witnesses(view_of(dataset), seeded=False, logged=logged), Digest()
+    """Microseconds a sample: the fingerprint of a batch, pickled and unpickled, and added to the digest."""
+    makes, digest = Fingerprints(view_of(dataset), seeded=False, logged=logged), Digest()
     indices = [random.Random(0).randrange(len(dataset)) for _ in range(size)]
     times = []
     for _ in range(9):

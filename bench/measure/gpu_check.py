@@ -153,8 +153,8 @@ def idle_part(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _image_loader(args: argparse.Namespace) -> Any:
-    options: dict[str, Any] = {} if args.decode == "cpu" else {"decode": args.decode}
-    cache = fastload.Cache(WORKPLACE / "gpu-check-dct", "dct") if args.decode == "torch" else None
+    options: dict[str, Any] = {} if args.decoder == "cpu" else {"decoder": args.decoder}
+    cache = fastload.Cache(WORKPLACE / "gpu-check-dct", "dct") if args.decoder == "torch" else None
     return fastload.DataLoader(
         fastload.ImageFolder(
             str(photo_folder(args.photos, 95)), fastload.RandomResizedCrop(224, flip=0.5), cache=cache
@@ -264,13 +264,13 @@ def _run_tests(tests: list[str]) -> dict[str, Any]:
     return result
 
 
-def run_part(name: str, args: argparse.Namespace, cores: int, decode: str = "cpu") -> dict[str, Any]:
+def run_part(name: str, args: argparse.Namespace, cores: int, decoder: str = "cpu") -> dict[str, Any]:
     """The part in a child process with `cores` cores and as many workers."""
     cpus = sorted(os.sched_getaffinity(0))[:cores]
     command = [sys.executable, "-m", "bench.measure.gpu_check", "--part", name, "--device", args.device]
     command += [
-        "--decode",
-        decode,
+        "--decoder",
+        decoder,
         "--workers",
         str(cores),
         "--photos",
@@ -294,7 +294,7 @@ def run_part(name: str, args: argparse.Namespace, cores: int, decode: str = "cpu
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         known = re.search(
-            r"ArgumentError|ModuleNotFoundError|unexpected keyword argument 'decode'", lines[-1]
+            r"ArgumentError|ModuleNotFoundError|unexpected keyword argument 'decoder'", lines[-1]
         )
         return {"skipped" if known else "failed": lines[-1], "output": done.stderr[-2000:]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -328,9 +328,9 @@ def check(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     result["copy"] = run_part("copy", args, args.all_cores)
     result["images"] = {}
     for cores in args.cores:
-        for decode in DECODERS:
-            console.print(f"images, decode={decode!r}, {cores} cores")
-            result["images"][f"{decode} {cores}"] = run_part("images", args, cores, decode)
+        for decoder in DECODERS:
+            console.print(f"images, decoder={decoder!r}, {cores} cores")
+            result["images"][f"{decoder} {cores}"] = run_part("images", args, cores, decoder)
     console.print("idle share")
     result["idle"] = run_part("idle", args, args.all_cores)
     result["trainer"] = run_trainer(args)
@@ -361,8 +361,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         "from ready batches in workers",
     )
     for name, part in result["images"].items():
-        decode, cores = name.split()
-        row(f"images, decode={decode!r}, {cores} cores", part, f"{part.get('images_per_s', 0):,.0f}/s")
+        decoder, cores = name.split()
+        row(f"images, decoder={decoder!r}, {cores} cores", part, f"{part.get('images_per_s', 0):,.0f}/s")
     row(
         "device idle beside a step",
         idle,
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--photos", type=int, help="how many are read in an epoch")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--decode", default="cpu", help=argparse.SUPPRESS)
+    parser.add_argument("--decoder", default="cpu", help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -245,7 +245,7 @@ def kernel_quality(denominator: int) -> float:
     for seed in range(6):
         data = make_photo(seed, 1000, 750)
         item = (0, data, *map(float, box), False)
-        assert native.active().crop_resize(out, [item], True, True, transform.max_pixels, True) == []
+        assert native.active().crop_resize(out, [item], True, True, transform._max_pixels, True) == []
         expected = (
             Image.fromarray(decode_image(data)).crop(box).resize((side, side), Image.Resampling.BILINEAR)
         )

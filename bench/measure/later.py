@@ -1,10 +1,11 @@
 """A loader in later epochs against its kernel: `python -m bench later`.
 
 The loader reads a full cache on the local disk. The other side is as many processes that run the transform's
-kernel on the same records, held in memory. RandomResizedCrop(224) with flips, batches of 64, by default
-photos of 500 x 375 pixels and 138 KB. Both sides take turns in each round, so that other work of the machine
-slows both. Figures are medians; a ratio is the median of the ratios of each round. CPU time is that of all
-processes of a side, the trainer's too: the work itself, whoever else uses the cores.
+kernel on the same records, held in memory; a third one the same loader with `processes=True`.
+RandomResizedCrop(224) with flips, batches of 64, by default photos of 500 x 375 pixels and 138 KB. All sides
+take turns in each round, so that other work of the machine slows all. Figures are medians; a ratio is the
+median of the ratios of each round. CPU time is that of all processes of a side, the trainer's too: the work
+itself, whoever else uses the cores.
 """
 
 from __future__ import annotations
@@ -66,9 +67,15 @@ def dataset_of(folder: Path, cache: Path, mode: str) -> Any:
 class Loader:
     """A loader with running workers over a full cache; `samples` an epoch, in passes over the dataset."""
 
-    def __init__(self, dataset: Any, samples: int, workers: int) -> None:
-        order = RandomSampler(dataset, num_samples=samples)
-        self.loader = DataLoader(dataset, BATCH, sampler=order, num_workers=workers, persistent_workers=True)
+    def __init__(self, dataset: Any, samples: int, workers: int, *, processes: bool = False) -> None:
+        self.loader = DataLoader(
+            dataset,
+            BATCH,
+            sampler=RandomSampler(dataset, num_samples=samples),
+            num_workers=workers,
+            persistent_workers=True,
+            processes=processes,
+        )
         before = set(psutil.Process().children())
         self()  # starts them
         while dataset.cache.info()["entries"] < len(dataset):  # filling never waits for the disk
@@ -120,7 +127,7 @@ class Kernels:
 
     def _serve(self, dataset: Any, part: int, count: int, pipe: Any) -> None:
         mine = range(part, len(dataset), count)
-        records = [dataset._restore(i, dataset.payload(i), readonly=True)["image"] for i in mine]
+        records = [dataset._restore(i, dataset._payload(i), readonly=True)["image"] for i in mine]
         samples, rng = self._samples // count, random.Random(part)
         pipe.send("ready")
         while True:
@@ -139,8 +146,12 @@ def measure(folder: Path, mode: str, passes: int, workers: int, rounds: int) -> 
         samples = passes * len(dataset) // (BATCH * workers) * BATCH * workers
         if not samples:
             raise SystemExit(f"{len(dataset)} photos are no batch for each worker: give more --images")
-        loader, kernels = Loader(dataset, samples, workers), Kernels(dataset, samples, workers)
-        sides = {"loader": loader, "kernels": kernels}
+        kernels = Kernels(dataset, samples, workers)
+        sides = {
+            "loader": Loader(dataset, samples, workers),
+            "processes": Loader(dataset, samples, workers, processes=True),
+            "kernels": kernels,
+        }
         turns: dict[str, list[Turn]] = {name: [] for name in sides}
         for round_ in range(rounds + 1):
             for name, side in sides.items():
@@ -156,21 +167,24 @@ def median(row: dict[str, Any], side: str, what: str) -> float:
     return statistics.median(turn[what] for turn in row[side])
 
 
-def ratio(row: dict[str, Any], what: str) -> float:
-    """The loader's to the kernel's, in the same round."""
-    return statistics.median(a[what] / b[what] for a, b in zip(row["loader"], row["kernels"], strict=True))
+def ratio(row: dict[str, Any], what: str, other: str = "kernels") -> float:
+    """The loader's to the other side's, in the same round."""
+    return statistics.median(a[what] / b[what] for a, b in zip(row["loader"], row[other], strict=True))
 
 
 def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
     table = Table(title=f"later epochs, {workers} workers, against {workers} processes with the kernel alone")
-    rate, cpu = ("img/s", "kernel img/s", "ratio"), ("CPU us/img", "kernel us/img", "ratio")
+    rate, cpu = ("img/s", "kernel img/s", "ratio", "to processes"), ("CPU us/img", "kernel us/img", "ratio")
     for number, column in enumerate(("mode", *rate, *cpu, "first batch s")):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         rates = [f"{median(row, side, 'rate'):,.0f}" for side in ("loader", "kernels")]
         cpus = [f"{median(row, side, 'cpu'):,.0f}" for side in ("loader", "kernels")]
         parts = [f"{ratio(row, what):.3f}" for what in ("rate", "cpu")]
-        table.add_row(row["mode"], *rates, parts[0], *cpus, parts[1], f"{median(row, 'loader', 'first'):.3f}")
+        parts.insert(1, f"{ratio(row, 'rate', 'processes'):.3f}")
+        table.add_row(
+            row["mode"], *rates, *parts[:2], *cpus, parts[2], f"{median(row, 'loader', 'first'):.3f}"
+        )
     console.print(table)
 
 

@@ -93,7 +93,7 @@ def run_rank(job: Job) -> None:
     loader = kind(dataset, job.batch, sampler=sampler, multiprocessing_context="fork", **options)
     if job.contender == "auto":
         cores = float(job.ranks * job.workers)
-        loader.loader_context.autoscaler = Autoscaler(job.workers, cores=cores, busy=lambda: 0.0)
+        loader._context.autoscaler = Autoscaler(job.workers, cores=cores, busy=lambda: 0.0)
     waits, found, seconds = list[float](), list[int](), 0.0
     held_back = 0.0
     for _ in range(job.epochs):

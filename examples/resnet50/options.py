@@ -81,7 +81,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("url", help="the folders of the samples: s3://, gs://, az://, a path, ...")
     group.add_argument("--cache", help="a directory on a local SSD")
     group.add_argument("--num-workers", type=int, default=2, help="per rank")
-    group.add_argument("--on-error", default="replace", choices=["raise", "skip", "replace"])
+    group.add_argument("--on-error", default="replace", choices=["raise", "repeat", "replace"])
     group.add_argument("--partition", choices=["node"], help="each node keeps to its share of the samples")
     group.add_argument("--no-eval", action="store_true", help="train only")
     group.add_argument("--eval-batch", type=int, help="per rank; default: --batch-size")

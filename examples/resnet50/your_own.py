@@ -21,7 +21,7 @@ def spectrum(data: bytes) -> tuple[np.ndarray, int]:
 
 
 def input_fn(args, mode):
-    return ObjectDataset(f"{args.url}/{mode}", spectrum, cache=args.cache)
+    return ObjectDataset(f"{args.url}/{mode}", decode=spectrum, cache=args.cache)
 
 
 def model_fn(args, dataset):

@@ -32,7 +32,7 @@ from fastload.cache.segment import (
 from fastload.cache.writer import Item
 from fastload.checks import whole_number
 from fastload.errors import ArgumentError, CacheError
-from fastload.formats.jpeg_records import DCT_MAGIC
+from fastload.formats.jpeg import DCT_MAGIC
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size

@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Literal
 
 from fastload.errors import ArgumentError
-from fastload.formats.jpeg_records import DCT_MAGIC, ROWS_MAGIC
+from fastload.formats.jpeg import DCT_MAGIC, ROWS_MAGIC
 from fastload.metrics.units import format_size
 
 Mode = Literal["auto", "raw", "dct", "shrunk", "decoded"]
@@ -147,7 +147,9 @@ class Raw(CacheCodec):
     keeps_bytes = True
     wants_images = False
     decoders = ("dali",)
-    why_not_others = "torch decodes what a cache in mode 'dct' keeps: use Cache(path, 'dct'), or decode='cpu'"
+    why_not_others = (
+        "torch decodes what a cache in mode 'dct' keeps: use Cache(path, 'dct'), or decoder='cpu'"
+    )
 
     def encode(self, image: Any) -> Any:
         return image
@@ -161,8 +163,8 @@ class Dct(CacheCodec):
     keeps_samples = False
     decoders = ("torch",)
     why_not_others = (
-        "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', decode='torch' or "
-        "decode='cpu'"
+        "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', decoder='torch' or "
+        "decoder='cpu'"
     )
     follows_size = True
 
@@ -259,7 +261,7 @@ class Decoded(CacheCodec):
     lossless = False
     packs = True
     records = "pixels"
-    why_not_others = "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
+    why_not_others = "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decoder='cpu'"
 
     @property
     def key_parts(self) -> tuple[Any, ...]:

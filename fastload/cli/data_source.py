@@ -29,8 +29,6 @@ _TABLES = re.compile(r".*\.(?:csv|tsv|jsonl|ndjson)(?:\.gz)?", re.IGNORECASE)
 _DATASETS = {FOLDER: "ImageFolder", OBJECTS: "ObjectDataset", TABLE: "TableDataset"}
 _DATASETS |= {name: form.dataset for name, form in FORMATS.items()}
 _MOST_JSON = 64 << 20
-_TYPES: dict[str, Any] = {"bytes": bytes, "str": str, "int": int, "float": float}
-_TYPES |= {f"[{name}]": [kind] for name, kind in _TYPES.items()}
 _RECORDS = 64  # that are looked at
 _BYTES = 8 << 20
 
@@ -64,14 +62,9 @@ class SourceOptions:
         str | None,
         typer.Option(
             metavar="FIELDS",
-            help="fields= of the training, as 'jpg;png,cls' or JSON. Of a table: its columns, with @ before "
-            "those that name files, as '@image,label'.",
-        ),
-    ] = None
-    features: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FEATURES", help="TFRecord: features= of the training, as 'image=bytes,label=int'."
+            help="fields= of the training, as 'jpg;png,cls' or JSON. Of TFRecords: with types, as "
+            "'image:bytes,label:int'. Of a table: its columns, with @ before those that name files, as "
+            "'@image,label'.",
         ),
     ] = None
     files: Annotated[
@@ -92,7 +85,6 @@ class SourceOptions:
         """
         values: dict[str, Any] = {
             "fields": None if self.fields is None else _parse_fields(self.fields, kind),
-            "features": None if self.features is None else _parse_features(self.features),
             "files": self.files,
             "dtype": self.dtype,
             "block": self.block,
@@ -122,7 +114,7 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     Raises:
         ArgumentError, StoreError: as a dataset's.
     """
-    from fastload.shards.urls import expand_braces
+    from fastload.shards.formats import expand_braces
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
 
@@ -185,16 +177,9 @@ def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, A
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError.
     """
-    from fastload.cache.listings import Listings
     from fastload.shards.catalog import ShardList
 
-    return ShardList(
-        url,
-        FORMATS[kind],
-        compression=None,
-        listings=Listings.of(cache, 0),
-        storage_options=storage_options,
-    )
+    return ShardList(url, FORMATS[kind], cache, 0, storage_options)
 
 
 @dataclass(frozen=True)
@@ -231,10 +216,16 @@ class Target:
         kept = self.cached.open(self.cache)
         check_usable(kept)
         kind = find_kind(self.url, self.storage_options, self.source.kind)
-        if kind == "tfrecord" and self.source.features is None and kept.codec.wants_images:
+        fields = self.source.fields or ""
+        if kind == "tfrecord" and not fields and kept.codec.wants_images:
             raise ArgumentError(
-                f"mode {self.cached.mode.value!r} keeps the features of a record: pass those of the "
-                "training, as in --features image=bytes,label=int"
+                f"mode {self.cached.mode.value!r} keeps the fields of a record: pass those of the "
+                "training, as in --fields image:bytes,label:int"
+            )
+        if kind == "tfrecord" and fields.count(":bytes") > 1:
+            raise ArgumentError(
+                "--fields has several of type bytes, and the training's transform says which is the image: "
+                "let its first epoch fill the cache"
             )
         # Records that a cache can only keep of images are for transforms that decode them.
         crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
@@ -310,16 +301,16 @@ def _is_encoded(value: Any) -> bool:
 
 def open_encoded(url: str, kind: str, options: SourceOptions, **arguments: Any) -> Any:
     """Open what is at `url`, with samples as they are encoded; see `encoded_image`."""
+    if kind in (TABLE, "tfrecord"):  # whose fields open no image
+        return open_dataset(url, kind, options, **arguments)
     if kind in FORMATS and not FORMATS[kind].required:
         arguments["decode"] = dict
-    return open_dataset(
-        url, kind, replace(options, fields=options.fields if kind == TABLE else None), **arguments
-    )
+    return open_dataset(url, kind, replace(options, fields=None), **arguments)
 
 
 def encoded_image(dataset: Any, index: int) -> bytes | None:
     """Return the first image of a sample of `open_encoded`; None: it has none."""
-    payload = dataset.payload(index)
+    payload = dataset._payload(index)
     parts = payload if isinstance(payload, list) else [payload]  # a row of a table has one for each file
     if not any(map(_is_encoded, parts)):
         parts = _values(dataset[index])
@@ -331,22 +322,23 @@ def _open_shards(
 ) -> Images:
     """Open shards that may have no index: the first records say what is in them."""
     import fastload
-    from fastload.datasets.file_kinds import IMAGES
+    from fastload.datasets.sample_files import IMAGES
     from fastload.metrics.units import format_size
+    from fastload.order.sampler import indexed_length
 
     listed = {name: arguments[name] for name in ("cache", "storage_options")}
     first = first_records(list_shards(kind, url, **listed), kind)
     name = first.image
     given: dict[str, Any] = {"transform": transform, **arguments}
     if kind == "tfrecord":
-        dataset: Any = fastload.TFRecordDataset(url, {name: bytes}, fields=(name,), **given)
+        dataset: Any = fastload.TFRecordDataset(url, (f"{name}:bytes",), **given)
     else:
         others = [extension for extension in IMAGES if extension != name] if name in IMAGES else []
         dataset = fastload.TarDataset(url, fields=(";".join([name, *others]),), **given)
     shards = dataset.shards()
     total = sum(shards[number].size for number in range(len(shards)))
     try:
-        images, about = dataset.indexed_length(), ""
+        images, about = indexed_length(dataset), ""
     except TypeError:
         images, about = max(1, round(total / first.record_bytes)), "about "
     where = f"{len(shards):,} {kind} shards of {format_size(total)}"
@@ -430,18 +422,3 @@ def _with_files(structure: Any) -> Any:
     if isinstance(structure, dict):
         return {name: _with_files(part) for name, part in structure.items()}
     return type(structure)(_with_files(part) for part in structure)
-
-
-def _parse_features(text: str) -> dict[str, Any]:
-    features = {}
-    for pair in text.split(","):
-        name, _, kind = pair.partition("=")
-        if not name or kind not in _TYPES:
-            raise ArgumentError(f"--features {pair!r}: give NAME=TYPE with one of {', '.join(_TYPES)}")
-        features[name] = _TYPES[kind]
-    if sum(kind is bytes for kind in features.values()) > 1:
-        raise ArgumentError(
-            "--features has several of type bytes, and the training's transform says which is the image: let "
-            "its first epoch fill the cache"
-        )
-    return features

@@ -180,8 +180,8 @@ def check_formats() -> Check:
 
 
 def check_decoders() -> Check:
-    """What `DataLoader(decode=...)` can choose from on this machine."""
-    name = "decode="
+    """What `DataLoader(decoder=...)` can choose from on this machine."""
+    name = "decoder="
     try:
         from fastload.gpu.dali import why_no_dali
     except ImportError as error:

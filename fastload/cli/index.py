@@ -198,11 +198,11 @@ class _Kept:
 
     def present(self, shard: int) -> bool:
         """Whether a shard has an index: there, or beside the shards."""
-        return self._dataset.index_of(shard) is not None
+        return self._dataset._index.get(shard) is not None
 
     def keep(self, found: Any) -> None:
         """Keep what was found in a shard."""
-        self._dataset.add_index(found.number, found.records)
+        self._dataset._index.add_and_keep(found.number, found.records)
 
     def close(self) -> None:
         self._dataset.close()

@@ -30,6 +30,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, StoreError, WorkerError
 from fastload.metrics.units import format_size, parse_size
+from fastload.order.sampler import indexed_length
 from fastload.shards.dataset import ShardDataset
 
 FAILURES_SHOWN = 10
@@ -59,7 +60,7 @@ class Warming(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         part = self.samples if worker is None else self.samples[worker.id :: worker.num_workers]
-        warm = self.dataset.warm_shards if self.by_shard else self.dataset.warm
+        warm = self.dataset._warm_shards if self.by_shard else self.dataset.warm
         yield from warm(index.item() for index in part)
 
 
@@ -68,7 +69,7 @@ def find_left(warming: Warming) -> ToRead:
     samples = warming.samples.tolist()
     dataset = warming.dataset
     found: ToRead = (
-        dataset.left_to_warm_shards(samples) if warming.by_shard else dataset.left_to_warm(samples)
+        dataset._left_to_warm_shards(samples) if warming.by_shard else dataset._left_to_warm(samples)
     )
     dataset.cache.close()  # the workers open it themselves
     return found
@@ -98,7 +99,7 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
             "a share of shards is a share of their samples, and they are not indexed: run fastload index "
             "first, or give --share 0/1 to warm all of them"
         ) from None
-    if any(dataset.index_of(number).compressed for number in range(len(dataset.shards()))):
+    if any(dataset._index.get(number).compressed for number in range(len(dataset.shards()))):
         raise ArgumentError(
             "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
         )
@@ -225,7 +226,7 @@ def _number_of_samples(warming: Any) -> int | None:
     if len(warming.samples) < len(warming.dataset.shards()):
         return None
     try:
-        return int(warming.dataset.indexed_length())
+        return int(indexed_length(warming.dataset))
     except TypeError:
         return None
 

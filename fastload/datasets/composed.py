@@ -23,12 +23,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests, StreamDataset
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch
-from fastload.datasets.seeds import SampleSeeds, digest
-from fastload.datasets.views import MadeSample, Reach, View, check_indexed, reraise
-from fastload.images.rng import mix_all
+from fastload.datasets.views import (
+    Allocate,
+    EncodedRows,
+    MadeSample,
+    Reach,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    View,
+    check_indexed,
+    reraise,
+)
+from fastload.images.rng import SampleSeeds, digest, mix_all
 
 # (number of the part, its randomness: a number for each part on the way to it, index of the sample there)
 Location = tuple[int, tuple[int, ...], Any]
@@ -48,14 +57,14 @@ class ChoosingView(View):
 
     @abstractmethod
     def locate(self, index: Any) -> Location:
-        """Where a sample is.
+        """Return where a sample is.
 
         Raises:
             IndexError, KeyError, ValueError: there is none; as torch's class raises.
         """
 
     def streams(self) -> StreamDataset | None:
-        """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""
+        """Return None. Raise `ArgumentError` if the samples of a part are not indexed yet."""
         check_indexed(self.parts, self._kind)
         return None
 
@@ -97,10 +106,6 @@ class ChoosingView(View):
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         return self.parts[0].new_batch(n, allocate)
-
-    def begin(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> None:
-        for part, path, requests in _deal(todo, self.locate, []):
-            self.parts[part].begin(batch, requests, _seed_below(path, seed), epoch)
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: RowErrors = []
@@ -249,7 +254,7 @@ class StackView(View):
             yield from part.reached(indices)
 
     def streams(self) -> StreamDataset | None:
-        """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""
+        """Return None. Raise `ArgumentError` if the samples of a part are not indexed yet."""
         check_indexed(self.parts, "a StackDataset")
         return None
 
@@ -275,7 +280,7 @@ class StackView(View):
         return self.parts[0].find(keys) or None  # a sample has the key of the first part that has keys
 
     def key(self, index: Any) -> str | None:
-        """Of the first part that has keys."""
+        """Return that of the first part that has keys."""
         return next((key for part in self.parts if (key := part.key(index)) is not None), None)
 
     def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
@@ -297,10 +302,6 @@ class StackView(View):
             return None
         return batches if self._names is None else dict(zip(self._names, batches, strict=True))
 
-    def begin(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> None:
-        for number, (part, part_batch) in enumerate(self._with(batch)):
-            part.begin(part_batch, todo, _seed_below((number,), seed), epoch)
-
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: dict[int, Exception] = {}
         for number, (part, part_batch) in enumerate(self._with(batch)):
@@ -321,7 +322,7 @@ class StackView(View):
         return made if self._names is None else dict(zip(self._names, made, strict=True))
 
     def _with(self, batch: Any) -> Iterator[tuple[View, Any]]:
-        """Each part with its own batch."""
+        """Return each part with its own batch."""
         return zip(self.parts, batch if self._names is None else batch.values(), strict=True)
 
     def _join(self, samples: list[Any]) -> Any:
@@ -330,7 +331,9 @@ class StackView(View):
 
 @contextlib.contextmanager
 def seed_of(path: tuple[int, ...], seed: int) -> Iterator[int]:
-    """The seed of the rows of a part. Inside, functions of the user's get random numbers of that part too."""
+    """Return the seed of the rows of a part. Inside, functions of the user's get random numbers of that part
+    too.
+    """
     seeds = SampleSeeds.current()
     with contextlib.ExitStack() as within:
         if seeds is not None:
@@ -348,7 +351,7 @@ def _seed_below(path: tuple[int, ...], seed: int) -> int:
 def _deal(
     todo: RowRequests, locate: Callable[[Any], Location], errors: RowErrors | None = None
 ) -> list[tuple[int, tuple[int, ...], RowRequests]]:
-    """(part, its path, its requests), the part that is asked first first.
+    """Return (part, its path, its requests), the part that is asked first first.
 
     Args:
         errors: gets those of the indices that have no sample; None: they are raised.
@@ -367,7 +370,7 @@ def _deal(
 
 
 def _structure_of(batch: Any) -> Any:
-    """The structure, shapes and dtypes of a batch; None for one that has more to it than that."""
+    """Return the structure, shapes and dtypes of a batch; None for one that has more to it than that."""
     if isinstance(batch, RowBatch):
         return _structure_of(batch.columns) if batch.is_complete else None
     if isinstance(batch, torch.Tensor):

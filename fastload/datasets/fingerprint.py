@@ -7,6 +7,9 @@
     arrays        dtype, shape and content; so are tensors
     containers    their items; a dict's order counts (a pipeline may depend on it), a set's does not
 
+A function, class or object may say itself what it does: an attribute `__fingerprint__` of its own, a text,
+stands for all of it. A class may have a method of this name, which returns what is described of an object.
+
 The text is the same in every process and run with the same Python version: it contains no identity, file name
 or line number. Files that a path names are not read, and nothing is called except an object's own
 `__reduce_ex__`. `inspect.getsource` was rejected: two lambdas on one line have the same source, and a
@@ -16,32 +19,194 @@ partial has none.
 from __future__ import annotations
 
 import copyreg
+import dis
 import enum
 import functools
+import importlib.util
 import logging
 import marshal
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from importlib import metadata
 from itertools import chain
 from pathlib import Path, PurePath
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import xxhash
 
-from fastload.datasets.parts import (
-    content_of,
-    digest_of_code,
-    files_of,
-    found,
-    globals_of,
-    imports_of,
-    library,
-    members_of,
-)
+import fastload
 from fastload.errors import ArgumentError
 from fastload.formats.sample import bytes_of
+
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL")
+
+# Attributes of a class that are derived from others, tell its position, or differ from run to run.
+_DERIVED = {f"__{name}__" for name in ("dict", "weakref", "module", "doc", "qualname", "annotations")}
+_DERIVED |= {f"__{name}__" for name in ("annotate", "annotate_func", "annotations_cache", "type_params")}
+_DERIVED |= {f"__{name}__" for name in ("firstlineno", "static_attributes", "orig_bases", "parameters")}
+_DERIVED |= {"__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"}
+_DERIVED |= {"__slotnames__"}  # which pickle and copy leave there
+_OF_ENUMS = (FunctionType, staticmethod, classmethod, property)
+
+
+def content_of(data: np.ndarray[Any, Any] | memoryview | bytes) -> bytes:
+    """Return a digest of the bytes of an array, in C order; fast enough for a model's weights."""
+    if isinstance(data, np.ndarray):
+        flat = np.ascontiguousarray(data).reshape(-1)
+        data = flat.view(np.uint8).data if data.nbytes else b""
+    return xxhash.xxh3_128(data).digest()
+
+
+def members_of(cls: type) -> list[tuple[str, Any]]:
+    """Return the methods and attributes that a class defines, by name; of an enum its members' values too."""
+    members = dict(vars(cls))
+    if issubclass(cls, enum.Enum):
+        members = {name: member for name, member in members.items() if isinstance(member, _OF_ENUMS)}
+        members |= {name: member.value for name, member in cls.__members__.items()}
+    slots = (MemberDescriptorType, GetSetDescriptorType)
+    return sorted(
+        (name, member)
+        for name, member in members.items()
+        if name not in _DERIVED and not isinstance(member, slots)
+    )
+
+
+def digest_of_code(code: CodeType) -> bytes:
+    """Return a digest of what the code does, without its file and line numbers."""
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    table = code.co_exceptiontable
+    constants = [_constant(constant) for constant in code.co_consts]
+    text = repr((sys.implementation.cache_tag, code.co_code, table, counts, names, constants))
+    return xxhash.xxh3_128(text.encode("utf-8", "surrogatepass")).digest()
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return digest_of_code(value).hex()
+    if isinstance(value, tuple):
+        return f"({','.join(map(_constant, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{','.join(sorted(map(_constant, value)))}}}"
+    if isinstance(value, int | float | complex | str | bytes | None):
+        return marshal.dumps(value, 2).hex()
+    return repr(value)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """Return the code, and that of the functions, comprehensions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def globals_of(code: CodeType) -> list[tuple[str, ...]]:
+    """Return the globals that code reads, sorted, each with the attributes taken of it: ("np", "random",
+    "rand").
+
+    `co_names` was rejected: it does not tell globals from attributes, and a lock of the name of an attribute
+    would be described too.
+    """
+    names: set[tuple[str, ...]] = set()
+    for one in _nested(code):
+        chain: tuple[str, ...] = ()
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in _GLOBALS:
+                chain = (instruction.argval,)
+            elif chain and instruction.opname in _ATTRIBUTES:
+                names.discard(chain)
+                chain = (*chain, instruction.argval)
+            elif instruction.opname not in _NOTHING:
+                chain = ()
+            if chain:
+                names.add(chain)
+    return sorted(names)
+
+
+def imports_of(code: CodeType, package: str) -> list[str]:
+    """Return the modules that code imports when it runs, sorted.
+
+    Args:
+        package: that of the code's module, for relative imports.
+    """
+    names = set()
+    for one in _nested(code):
+        before: list[Any] = []
+        for instruction in dis.get_instructions(one):
+            if instruction.opname == "IMPORT_NAME":
+                level, members = before[-2:]
+                name = "." * level + instruction.argval if package or not level else instruction.argval
+                module = importlib.util.resolve_name(name, package or None)
+                names |= {module, *(f"{module}.{member}" for member in members or ())}
+            before.append(instruction.argval)
+    return sorted(names)
+
+
+@functools.lru_cache(maxsize=4096)
+def library(module: str) -> str | None:
+    """Return the version of the library that a module belongs to; None for a module of the user's own."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in sys.builtin_module_names:
+        return sys.implementation.cache_tag or ""
+    if top == "fastload":  # not by metadata: on PyPI, the distribution "fastload" is another project's
+        return fastload.__version__
+    file = getattr(sys.modules.get(module) or sys.modules.get(top), "__file__", None)
+    if file is None:
+        places = [] if top in sys.modules else _roots(top)
+        file = str(places[0]) if places else ""
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return _version(top) if installed else None
+
+
+def _version(top: str) -> str:
+    """Return the version by the metadata of the distribution: a module need not be loaded for it."""
+    try:
+        return metadata.version(top)
+    except metadata.PackageNotFoundError:
+        names = metadata.packages_distributions().get(top, [])
+        return " ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names)))
+
+
+def _roots(top: str) -> list[Path]:
+    """Return where a module that is not loaded would come from: its file, or the folders of the package."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # none, or one that was made at run time
+        spec = None
+    if spec is None:
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    return folders or ([Path(spec.origin)] if spec.has_location and spec.origin else [])
+
+
+def files_of(module: str) -> list[Path]:
+    """Return the source files of a module and of the packages around it, which need not be loaded."""
+    top, *parts = module.split(".")
+    files = []
+    for root in _roots(top):
+        here = [root / "__init__.py" if root.is_dir() else root]
+        for depth in range(1, len(parts) + 1):
+            step = root.joinpath(*parts[:depth])
+            here += [step / "__init__.py", step.with_name(f"{step.name}.py")]
+        files += [file for file in here if file.is_file()]
+    return files
+
+
+def found(module: str, qualname: str) -> Any:
+    """Return the value of a name such as "Class.method" in a loaded module, or None."""
+    value: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        value = getattr(value, name, None)
+    return value
+
 
 _VERSION = "1"  # raise it when the same thing is described in another way
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
@@ -50,7 +215,7 @@ _Where = tuple[Any, str, Any]  # the place before this one, or None; how this on
 
 
 def describe(value: Any, name: str) -> str:
-    """A text that two values share only if they hold the same.
+    """Return a text that two values share only if they hold the same.
 
     Args:
         value: a function or a dataset on which the samples depend.
@@ -66,6 +231,23 @@ def describe(value: Any, name: str) -> str:
     except RecursionError:
         raise ArgumentError(f"{name} is nested too deeply to be described: {_way_out(name)}") from None
     return f"{_VERSION}-{description.digest().hex()}"
+
+
+def own_text(value: Any, name: str) -> str | None:
+    """Return the attribute `__fingerprint__` that a function, class or object has itself; None: it has none.
+
+    Args:
+        name: of its argument, for errors.
+
+    Raises:
+        ArgumentError: it is no text.
+    """
+    text = getattr(value, "__dict__", {}).get("__fingerprint__")
+    if isinstance(text, str):
+        return text
+    if text is None or isinstance(value, type):  # a method of a class is for its objects
+        return None
+    raise ArgumentError(f"{name}.__fingerprint__ must be a str, found {text!r}")
 
 
 class _Description:
@@ -103,7 +285,11 @@ class _Description:
         else:
             self._seen[id(value)] = len(self._seen), value  # held, so that no other object has its id
             self._put(type(value).__name__)
-            _adder(value)(self, value, where)
+            text = own_text(value, where[2])
+            if text is None:
+                _adder(value)(self, value, where)
+            else:
+                self._put("fingerprint", text)
 
     def _add_members(self, value: Any, where: _Where, *names: str) -> None:
         for name in names:
@@ -125,7 +311,7 @@ class _Description:
             self._add_globals(value, where)
 
     def _add_globals(self, value: types.FunctionType, where: _Where) -> None:
-        """What the code names outside of itself, as far as it is not Python's own."""
+        """Add what the code names outside of itself, as far as it is not Python's own."""
         for names in globals_of(value.__code__):
             if names[0] not in value.__globals__:
                 continue
@@ -142,7 +328,7 @@ class _Description:
             self._add_unloaded(module)
 
     def _add_unloaded(self, module: str) -> None:
-        """A module that code imports when it runs. It may not be loaded: that may be slow."""
+        """Add a module that code imports when it runs. It may not be loaded: that may be slow."""
         if library(module) is not None:
             return self._add_library(module, "")
         for file in files_of(module):
@@ -218,10 +404,10 @@ class _Description:
         self._add_members(value, where, "__class__")
 
     def _add_object(self, value: Any, where: _Where) -> None:
-        """As pickle would keep it, which knows the state of objects that have no `__dict__`."""
+        """Add an object as pickle would keep it, which knows the state of those that have no `__dict__`."""
         self.add(type(value), (where, ".{}", "__class__"))
         content = getattr(type(value), "__fingerprint__", None)
-        if content is not None:  # what samples depend on, without what changes as they are read
+        if callable(content):  # what samples depend on, without what changes as they are read
             return self.add(content(value), where)
         try:
             registered = copyreg.dispatch_table.get(type(value))
@@ -261,11 +447,11 @@ class _Description:
 
 
 def _way_out(name: str) -> str:
-    return f"pass fingerprint=, a text that you change whenever {name} produces different samples"
+    return f"set {name}.__fingerprint__ to a text that you change whenever {name} makes other samples"
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is of Python's plain values throughout, as far as that is cheap to find out."""
+    """Return whether it is of Python's plain values throughout, as far as that is cheap to find out."""
     kind = type(value)
     if kind is dict:
         return set(map(type, chain(value, value.values()))) <= _PLAIN

@@ -15,12 +15,11 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Images
 from fastload.checks import check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
-from fastload.datasets.pairs import images_kept
-from fastload.datasets.protocols import Allocate
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
+from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
-from fastload.images.decode import decode_pil
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
@@ -84,6 +83,8 @@ class ImageFolder(ObjectDataset):
         **dict.fromkeys(("is_valid_file", "extensions"), _CHOOSE),
     }
 
+    _image = _IMAGE
+
     def __init__(
         self,
         url: str,
@@ -106,8 +107,7 @@ class ImageFolder(ObjectDataset):
         self._allow_empty = allow_empty
         super().__init__(
             url,
-            None,
-            transform,
+            transform=transform,
             keys=keys,
             cache=cache,
             storage_options=storage_options,
@@ -181,22 +181,12 @@ class ImageFolder(ObjectDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         functions = {_IMAGE: transform, _TARGET: self.target_transform}
         parts = {name: function for name, function in functions.items() if function is not None}
-        fields, values = _Pictures(_IMAGE), _Targets(self)
+        fields, values = ImageFields(_IMAGE), _Targets(self)
         return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
-
-    def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        return {_IMAGE: self._payloads.open(payload, readonly=readonly)}
 
     def _known_images(self, transform: Any) -> Images:
         # A mask's values are in its file.
         return Images.UNKNOWN if images_kept(transform) else self._unless_overridden()
-
-
-class _Pictures(ImageFields):
-    """See `SampleFields`: torchvision's convention for a transform that is not fused."""
-
-    def open_image(self, value: Any) -> Any:
-        return decode_pil(value)
 
 
 class _Targets:

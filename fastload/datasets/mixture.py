@@ -8,29 +8,20 @@ the source. So a sample that a small source gives twice in an epoch has other ra
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
-from fastload.datasets.protocols import check_dataset
-from fastload.datasets.views import Reach, View
+from fastload.datasets.views import Reach, View, check_dataset
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
+from fastload.order.mixing import MOST_SAMPLES, PASS_BITS, GivenWeights, Proportions
 from fastload.order.mixture_sampler import MixtureSampler
 from fastload.order.sampler import indexed_length
-
-Weights = Mapping[str, Any] | Sequence[Any]
-GivenWeights = Weights | Callable[[int], Weights]
-
-_PASS_BITS = 40
-_MOST = 1 << _PASS_BITS  # samples of all sources
 
 
 class SourceRead(NamedTuple):
@@ -102,9 +93,6 @@ class Mixture(ConcatDataset[Any]):
             epoch (0, 1, ...) to these, which must be the same on all ranks.
         num_samples: the samples of an epoch, over all ranks. Default: as many as all sources have.
 
-    Attributes:
-        num_samples: see above.
-
     Raises:
         ArgumentError: there is no source, or one is empty, has no length, or is itself a mixture; a weight is
             missing, negative, infinite or no number, or all are 0; num_samples is no whole number >= 1.
@@ -121,27 +109,28 @@ class Mixture(ConcatDataset[Any]):
         for name, dataset in sources.items():
             _check_source(name, dataset)
         super().__init__(sources.values())
-        self._names = list(sources)
-        if len(self) >= _MOST:
-            raise ArgumentError(f"the sources have {len(self):,} samples, a mixture takes {_MOST:,} at most")
-        self.num_samples = len(self) if num_samples is None else whole_number("num_samples", num_samples)
-        self._given: Callable[[int], Weights] | dict[str, Fraction]
-        self._given = weights if callable(weights) else _parsed(weights, self._names)
-        # In the trainer's process: the sampler that read last, and the weights that were set since it began.
-        self.reader: Any = None
-        self.weights_that_were_set: dict[str, Fraction] | None = None
-        self.weights_in(0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"reader": None}
+        if len(self) >= MOST_SAMPLES:
+            raise ArgumentError(
+                f"the sources have {len(self):,} samples, a mixture takes {MOST_SAMPLES:,} at most"
+            )
+        ends = self.cumulative_sizes
+        lengths = dict(zip(sources, map(operator.sub, ends, [0, *ends[:-1]]), strict=True))
+        whole = len(self) if num_samples is None else whole_number("num_samples", num_samples)
+        self._proportions = Proportions(lengths, weights, whole)
 
     def __getitem__(self, index: int) -> Any:
         index = operator.index(index)
-        return super().__getitem__(index % _MOST if index >= _MOST else index)  # type: ignore[no-untyped-call]
+        return super().__getitem__(index % MOST_SAMPLES if index >= MOST_SAMPLES else index)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
-        sources = ", ".join(f"{name!r}: {length:,} samples" for name, length in self.lengths.items())
+        lengths = self._proportions.lengths.items()
+        sources = ", ".join(f"{name!r}: {length:,} samples" for name, length in lengths)
         return f"{type(self).__name__}({sources}; {self.num_samples:,} samples an epoch)"
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of an epoch, over all ranks."""
+        return self._proportions.num_samples
 
     @property
     def weights(self) -> dict[str, float]:
@@ -158,30 +147,11 @@ class Mixture(ConcatDataset[Any]):
                 or another rank sets other weights.
             WorkerError: when set: another rank does not set them.
         """
-        epoch = 0 if self.reader is None else self.reader.epoch
-        weights = self.weights_that_were_set or self.weights_in(epoch)
-        whole = sum(weights.values())
-        return {name: float(weight / whole) for name, weight in weights.items()}
+        return self._proportions.weights()
 
     @weights.setter
     def weights(self, weights: GivenWeights) -> None:
-        if self.reader is None:
-            before, self._given = self._given, weights if callable(weights) else _parsed(weights, self._names)
-            try:
-                self.weights_in(0)
-            except BaseException:
-                self._given = before
-                raise
-            self.weights_that_were_set = None
-            return
-        if callable(weights):
-            raise ArgumentError(
-                "weights cannot be set to a function of the epoch while the mixture is read: set the weights "
-                "of each epoch when it begins, or give the function to the constructor"
-            )
-        parsed = _parsed(weights, self._names)
-        self.reader.set_weights(parsed)
-        self.weights_that_were_set = parsed
+        self._proportions.set_weights(weights)
 
     def ledger(self) -> Ledger:
         """What was read of each source, over all ranks and epochs, up to the batch that was handed out last.
@@ -193,9 +163,7 @@ class Mixture(ConcatDataset[Any]):
 
         It counts what the loader has handed out, not what it has read ahead, and goes on after a resume.
         """
-        samples, weights = dict.fromkeys(self._names, 0), self.weights
-        if self.reader is not None:
-            samples, weights = self.reader.samples_of_sources()
+        samples, weights = self._proportions.read()
         total = sum(samples.values())
         return Ledger(
             (
@@ -208,40 +176,16 @@ class Mixture(ConcatDataset[Any]):
                     remaining=length - samples[name] % length,
                 ),
             )
-            for name, length in self.lengths.items()
+            for name, length in self._proportions.lengths.items()
         )
-
-    # --- for the sampler
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """Name of a source -> its samples."""
-        ends = self.cumulative_sizes
-        lengths = map(operator.sub, ends, [0, *ends[:-1]])
-        return dict(zip(self._names, lengths, strict=True))
-
-    def index(self, source: int, position: int, lap: int) -> int:
-        """The index of the sample at a position of a source, in pass `lap` over it."""
-        return lap << _PASS_BITS | self._offset(source) + position
-
-    def weights_in(self, epoch: int) -> dict[str, Fraction]:
-        """The weights in an epoch, as they were given."""
-        if not callable(self._given):
-            return self._given
-        return _parsed(self._given(epoch), self._names, f"weights({epoch})")
-
-    def given(self) -> dict[str, str] | None:
-        """The weights that were given, as text; None for a function."""
-        if callable(self._given):
-            return None
-        return {name: str(weight) for name, weight in self._given.items()}
 
     def _view(self) -> MixtureView:
         """See `fastload.datasets.wrappers`."""
-        return MixtureView([view_of(source) for source in self.datasets], self.cumulative_sizes, self._names)
-
-    def _offset(self, source: int) -> int:
-        return self.cumulative_sizes[source - 1] if source else 0
+        return MixtureView(
+            [view_of(source) for source in self.datasets],
+            self.cumulative_sizes,
+            list(self._proportions.lengths),
+        )
 
 
 class MixtureView(ConcatView):
@@ -258,8 +202,8 @@ class MixtureView(ConcatView):
 
     def locate(self, index: Any) -> Location:
         index = operator.index(index)
-        part, path, position = super().locate(index % _MOST if index >= _MOST else index)
-        return part, (index >> _PASS_BITS, *path), position
+        part, path, position = super().locate(index % MOST_SAMPLES if index >= MOST_SAMPLES else index)
+        return part, (index >> PASS_BITS, *path), position
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         return super().reached(None)  # each pass deals its samples anew
@@ -269,11 +213,11 @@ class MixtureView(ConcatView):
         return {name: end - start for name, start, end in zip(self._names, starts, self._ends, strict=False)}
 
     def position(self, index: int, length: int) -> int:
-        """The position of a sample in the concatenation of the sources, whatever the pass."""
-        return index % _MOST
+        """Return the position of a sample in the concatenation of the sources, whatever the pass."""
+        return index % MOST_SAMPLES
 
     def replacement(self, index: int, number: int, length: int) -> int:
-        """The index of another sample of the same source and pass."""
+        """Return the index of another sample of the same source and pass."""
         source, _, position = self.locate(index)
         start = int(index - position)
         return start + number % (self._ends[source] - self._start(source))
@@ -287,14 +231,14 @@ class MixtureView(ConcatView):
 
 
 def new_sampler(dataset: Any, *, shuffle: bool, seed: int) -> MixtureSampler | None:
-    """The sampler that a loader gives to a `Mixture`; None for another dataset."""
+    """Return the sampler that a loader gives to a `Mixture`; None for another dataset."""
     return MixtureSampler(dataset, shuffle=shuffle, seed=seed) if isinstance(dataset, Mixture) else None
 
 
 def sources_of(dataset: Any) -> dict[str, Any]:
-    """Name -> dataset of the sources of a `Mixture`; {"": dataset} for another dataset."""
+    """Return name -> dataset of the sources of a `Mixture`; {"": dataset} for another dataset."""
     if isinstance(dataset, Mixture):
-        return dict(zip(dataset.lengths, dataset.datasets, strict=True))
+        return dict(zip(dataset._proportions.lengths, dataset.datasets, strict=True))
     return {"": dataset}
 
 
@@ -360,54 +304,3 @@ def _check_source(name: str, dataset: Any) -> None:
         ) from error
     if length == 0:
         raise ArgumentError(f"source {name!r} is empty: leave it out, or check its URL and filters")
-
-
-def _parsed(weights: Any, names: Sequence[str], what: str = "weights") -> dict[str, Fraction]:
-    """Name -> weight, as it is written.
-
-    Raises:
-        ArgumentError: they are not one finite number >= 0 for each name, or all are 0.
-    """
-    if isinstance(weights, Mapping):
-        missing, unknown = set(names) - weights.keys(), weights.keys() - set(names)
-        if missing or unknown:
-            raise ArgumentError(
-                f"{what} must have one weight for each source: missing {sorted(missing)}, and no source has "
-                f"the names {sorted(map(str, unknown))}; the sources are {list(names)}"
-            )
-        given = [weights[name] for name in names]
-    elif isinstance(weights, Iterable) and not isinstance(weights, str):
-        given = list(weights)
-        if len(given) != len(names):
-            raise ArgumentError(
-                f"{what} has {len(given)} weights for {len(names)} sources: give one for each"
-            )
-    else:
-        raise ArgumentError(
-            f"{what} must be a list or dict of numbers, or a function of the epoch that returns one, found "
-            f"{weights!r}"
-        )
-    parsed = {name: _fraction(name, weight, what) for name, weight in zip(names, given, strict=True)}
-    if not any(parsed.values()):
-        raise ArgumentError(f"{what} are all 0, so no source gives samples: make one of them positive")
-    return parsed
-
-
-def _fraction(name: str, weight: Any, what: str) -> Fraction:
-    if isinstance(weight, numbers.Rational) and weight is not True and weight is not False:
-        exact = Fraction(int(weight.numerator), int(weight.denominator))  # numpy's integers overflow
-    else:
-        try:
-            number = math.nan if isinstance(weight, bool | str) else float(weight)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ArgumentError(
-                f"{what}: the weight of source {name!r} must be a finite number >= 0, found {weight!r}"
-            )
-        exact = Fraction(repr(number))
-    if exact < 0:
-        raise ArgumentError(
-            f"{what}: the weight of source {name!r} must be >= 0, found {weight!r}; 0 leaves it out"
-        )
-    return exact

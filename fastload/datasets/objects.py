@@ -15,15 +15,14 @@ from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
 from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
-from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
-from fastload.images.decode import Oriented
-from fastload.store.base import Store
+from fastload.images.transforms import all_transforms
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
@@ -32,8 +31,8 @@ from fastload.store.open import checked_options, open_store
 _OBJECT = "object"
 
 
-class ImageFields:
-    """The one field of a sample that is an object: an encoded image. See `SampleFields`."""
+class ImageFields(SampleFields):
+    """The one field of a sample that is an object: an encoded image, which is opened as torchvision does."""
 
     def __init__(self, name: str) -> None:
         self._images = [name]
@@ -41,14 +40,12 @@ class ImageFields:
     def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
         return self._images
 
-    def open(self, name: str, value: Any) -> Any:
-        return value
+
+class _Encoded(ImageFields):
+    """The same, as the bytes of the object, or pixels of the cache."""
 
     def open_image(self, value: Any) -> Any:
-        """The bytes of the object, or pixels of the cache."""
-        if isinstance(value, Oriented):
-            return value.pixels
-        return value if isinstance(value, np.ndarray) else bytes(value)
+        return still_encoded(value)
 
 
 class ObjectDataset(StoreDataset):
@@ -72,15 +69,14 @@ class ObjectDataset(StoreDataset):
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
         decode: bytes -> object; deterministic. A function with a parameter `key` (without default) also gets
-            the object's key: `def decode(data, key)`. Default: none; `transform` gets the bytes.
+            the object's key: `def decode(data, key)`. Default: none; `transform` gets the bytes. Cache mode
+            "decoded" keeps its results under keys that describe all that it holds (its code, arguments,
+            closure, attributes, the globals it uses), or have its `__fingerprint__` instead, if it has one.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on the result of `decode`; or a `ByEpoch` of these.
         keys: the samples: keys of objects, relative to `url`, in this order; one may be there twice. A list,
             a numpy or Arrow array, or a column of a data frame. None: all objects below `url`, in the order
             of their keys.
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
-            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
-            closure, attributes, the globals it uses).
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
@@ -97,11 +93,10 @@ class ObjectDataset(StoreDataset):
     def __init__(
         self,
         url: str,
+        *,
         decode: Callable[..., Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
-        *,
         keys: Iterable[str] | None = None,
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
@@ -114,7 +109,7 @@ class ObjectDataset(StoreDataset):
         self.transform = transform
         kept_in = as_cache(cache)
         images = self._known_images(transform)
-        self._payloads = ObjectPayloads(kept_in, decode, fingerprint, images=images)
+        self._payloads = ObjectPayloads(kept_in, decode, images=images)
         self._payloads.check_transform(transform)
         self._store = open_store(url, **checked_options(storage_options))
         if kept_in is not None and self._store.holds(kept_in.path):
@@ -123,7 +118,6 @@ class ObjectDataset(StoreDataset):
                 "give a directory outside it"
             )
         chosen = None if keys is None else as_keys(keys)
-        self.keys_given = chosen is not None
         self._listings = Listings.of(kept_in, listing_max_age)
         self._manifest = self._list(chosen)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
@@ -136,16 +130,12 @@ class ObjectDataset(StoreDataset):
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         return f"{type(self).__name__}({self._store.url!r}, {len(self):,} samples{cache})"
 
-    def store(self) -> Store:
-        """The opened `url`."""
-        return self._store
-
     def listing(self) -> Manifest:
-        """The objects as they were listed: key, size and version of each sample."""
+        """Return the objects as they were listed: key, size and version of each sample."""
         return self._manifest
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> indices of the samples that have it; keys that no sample has are left out."""
+        """Return key -> indices of the samples that have it; keys that no sample has are left out."""
         return self._manifest.find(keys)
 
     # --- the layout
@@ -153,6 +143,7 @@ class ObjectDataset(StoreDataset):
     # Errors of a sample, for `on_error` to decide on. All others, such as MemoryError, are raised.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (FastloadError, IndexError)
     _sends_encoded: ClassVar[bool] = True
+    _image: ClassVar[str] = _OBJECT  # the name of the field that is an object
 
     def _list(self, keys: list[str] | None) -> Manifest:
         return self._listings.open(self._store, ListingQuery(keys=None if keys is None else Keys(keys)))
@@ -193,11 +184,11 @@ class ObjectDataset(StoreDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         if self.decode is not None:
             return SampleBuilder(None, transform)
-        return SampleBuilder(ImageFields(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
+        return SampleBuilder(_Encoded(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         value = super()._restore(record, payload, readonly=readonly)
-        return value if self.decode is not None else {_OBJECT: value}
+        return value if self.decode is not None else {self._image: value}
 
     @property
     def _crop_hash(self) -> int:
@@ -221,7 +212,7 @@ class ObjectDataset(StoreDataset):
     def _why_not_encoded(self, decoder: str) -> str | None:
         override = override_of(self)
         if override is not None:
-            return f"samples are made by {override}, in the workers: use decode='cpu'"
+            return f"samples are made by {override}, in the workers: use decoder='cpu'"
         transforms = all_transforms(self.transform)
         if self.decode is not None or not all(isinstance(transform, Crop) for transform in transforms):
             return (

@@ -3,7 +3,7 @@
     bytes ─▶ encode ─▶ payload, in the cache ─▶ open ─▶ value ─▶ sample or row of a batch
 
     ObjectPayloads   an object: an image, or whatever the user's `decode` makes of it
-    FilePayloads     an object of any kind, of which a table names several for a sample
+    FilePayloads     an object of any kind, of which a table names several (`datasets.sample_files`)
     RecordPayloads   a record of several fields, of a shard
 
 The cache's mode says what is kept of an image (`fastload.cache.codecs`). With a `decode` of the user, mode
@@ -19,18 +19,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
-from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
-from fastload.datasets.fingerprint import describe
-from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
-from fastload.datasets.sample_fields import Fields
-from fastload.errors import ArgumentError, DecodeError
+from fastload.datasets.fingerprint import describe, own_text
+from fastload.datasets.sample_fields import RecordFields
+from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped
+from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.dct import Unindexed, with_rows
-from fastload.images.decode import find_format
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -42,7 +40,6 @@ class ObjectPayloads:
     Args:
         cache: its mode decides; None is as "raw".
         decode: the dataset's own decode function, or None for images and plain bytes.
-        fingerprint: of the user, in place of a description of `decode`.
         images: how much is known of the objects as images that fastload decodes.
         kept: the images that are kept as they are, whatever the mode.
         layout: of a subclass: what else its results depend on.
@@ -59,22 +56,22 @@ class ObjectPayloads:
         self,
         cache: Cache | None,
         decode: Callable[..., Any] | None,
-        fingerprint: str | None = None,
         *,
         images: Images = Images.UNKNOWN,
         kept: KeptImages = NO_IMAGES,
         layout: tuple[str, ...] = (),
     ) -> None:
-        check_fingerprint(fingerprint)
         self.codec: CacheCodec = Raw() if cache is None else cache.codec.for_images(images)
         self._decode = decode
         self.asks_for_key = asks_for_key(decode)
         self._kept = kept
         self._check()
-        self.key = () if self.codec.keeps_bytes else (_VERSION, *layout, *_key_of(decode, fingerprint))
+        self.key = () if self.codec.keeps_bytes else (_VERSION, *layout, *_key_of(decode))
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What samples depend on: the same for all modes that lose nothing. See `datasets.fingerprint`."""
+        """Return what samples depend on: the same for all modes that lose nothing. See
+        `datasets.fingerprint`.
+        """
         state = {name: value for name, value in vars(self).items() if name not in ("codec", "key")}
         lossless = self.codec.lossless
         mode = "raw" if lossless else repr((self.codec.mode, *self.codec.key_parts))
@@ -174,63 +171,11 @@ class ObjectPayloads:
         return self._dump(self._map_images(value, self.codec.encode))
 
 
-class Picture(NamedTuple):
-    """An image that is to be decoded: its bytes, or pixels of the cache."""
-
-    source: Any
-
-
-class FilePayloads(ObjectPayloads):
-    """The way of an object whose extension says what it is (`fastload.datasets.file_kinds`).
-
-    An object with an unknown extension, or with none, is an image if it begins like one, and bytes otherwise.
-
-    Args:
-        cache, decode, fingerprint: as of `ObjectPayloads`.
-        transform: the first one of the objects.
-    """
-
-    _way_out = "make a new dataset with this transform="
-
-    def __init__(
-        self,
-        cache: Cache | None,
-        decode: Callable[..., Any] | None,
-        fingerprint: str | None,
-        transform: Callable[[Any], Any] | None,
-    ) -> None:
-        kept = images_kept(transform)
-        known = Images.UNKNOWN if decode is not None or kept else known_images(transform)
-        layout = ("kept",) if kept else ()
-        super().__init__(cache, decode, fingerprint, images=known, kept=kept, layout=layout)
-
-    def open(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
-        """Return a `Picture`, or the value of an object that is none.
-
-        Raises:
-            DecodeError: the payload is not what its key says, or it is a pickle. What `decode` raises.
-        """
-        if self._decode is not None:
-            return super().open(payload, key, readonly=readonly)
-        assert key is not None
-        if self.codec.packs:
-            payload = self._load(payload, readonly)
-            if not isinstance(payload, bytes):
-                return Picture(self.codec.open(payload))
-        return Picture(payload) if _is_image(key, payload) else _opened(key, payload)
-
-    def _encode(self, payload: Any, key: str | None = None) -> Any:
-        assert key is not None
-        if self._decode is None and (self._kept or not _is_image(key, payload)):
-            return self._dump(bytes(payload))
-        return super()._encode(payload, key)
-
-
 class RecordPayloads(ObjectPayloads):
     """The way of a record. Its fields are kept, with images as the mode says.
 
     Args:
-        cache, fingerprint: as of `ObjectPayloads`.
+        cache: as of `ObjectPayloads`.
         fields: splits records; None: a record is bytes.
         decode: of the user: the fields, or the bytes, -> object.
         transform: the first one of the dataset, which tells the masks among the images.
@@ -241,9 +186,8 @@ class RecordPayloads(ObjectPayloads):
     def __init__(
         self,
         cache: Cache | None,
-        fields: Fields | None,
+        fields: RecordFields | None,
         decode: Callable[[Any], Any] | None,
-        fingerprint: str | None,
         transform: Any = None,
     ) -> None:
         self._fields = fields
@@ -251,7 +195,7 @@ class RecordPayloads(ObjectPayloads):
         readable = fields is not None and decode is None and not fields.needs_files(transform)
         known = known_images(transform) if readable else Images.UNKNOWN
         layout = ("" if fields is None else fields.key, *((f"kept: {kept}",) if kept else ()))
-        super().__init__(cache, decode, fingerprint, images=known, kept=kept, layout=layout)
+        super().__init__(cache, decode, images=known, kept=kept, layout=layout)
 
     def check_transform(self, transform: Any) -> None:
         super().check_transform(transform)
@@ -272,7 +216,7 @@ class RecordPayloads(ObjectPayloads):
             )
         if self._decode is None and self._fields is None and not codec.keeps_bytes:
             raise ArgumentError(
-                f"cache mode {codec.mode!r} keeps {codec.records}: pass features= or decode=, or use 'raw'"
+                f"cache mode {codec.mode!r} keeps {codec.records}: pass fields= or decode=, or use 'raw'"
             )
 
     def _split(self, payload: Any) -> Any:
@@ -321,7 +265,7 @@ def keep(payload: Any) -> None:
 
 
 def asks_for_key(decode: Callable[..., Any] | None) -> bool:
-    """Whether a function has a parameter `key` without default, beside its first one.
+    """Return whether a function has a parameter `key` without default, beside its first one.
 
     One with a default was rejected: a `partial` that binds `key` would be given another.
     """
@@ -337,49 +281,16 @@ def asks_for_key(decode: Callable[..., Any] | None) -> bool:
     )
 
 
-def check_fingerprint(fingerprint: str | None) -> None:
-    """Refuse an argument that is no text.
-
-    Raises:
-        ArgumentError: it is neither a str nor None.
-    """
-    if not isinstance(fingerprint, str | None):
-        raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")
-
-
-def _key_of(decode: Callable[..., Any] | None, fingerprint: str | None) -> tuple[str, ...]:
+def _key_of(decode: Callable[..., Any] | None) -> tuple[str, ...]:
     """Return what tells the results of `decode` from those of another function, as parts of a key.
 
     Raises:
-        ArgumentError: `decode` holds what cannot be described, and there is no fingerprint.
+        ArgumentError: `decode` holds what cannot be described, and has no `__fingerprint__`.
     """
-    if fingerprint is not None:
-        return "fingerprint", fingerprint
+    text = own_text(decode, "decode")
+    if text is not None:
+        return "fingerprint", text
     return ("",) if decode is None else ("described", describe(decode, "decode"))
-
-
-def _is_image(key: str, payload: Any) -> bool:
-    extension = extension_of(key).lower()
-    if extension in IMAGES:
-        return True
-    if has_opener(extension):
-        return False
-    try:
-        find_format(payload)
-    except DecodeError:
-        return False
-    return True
-
-
-def _opened(key: str, payload: Any) -> Any:
-    extension = extension_of(key).lower()
-    if extension in PICKLES:
-        raise DecodeError(
-            "the object is a pickle, which can run any code: if you trust its author, pass a function that "
-            "reads it, File(column, decode=function)",
-            key=key,
-        )
-    return open_file(extension, payload, "the object")
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The named fields that samples are made of: their structure, and the transforms that go with them.
+"""The named fields that samples are made of: their structure, and their columns in a batch.
 
     fields=("image", "label")                 samples (image, label), batches [images, labels]
     fields={"x": "image", "y": "label"}       samples and batches {"x": ..., "y": ...}
@@ -7,291 +7,34 @@
 
 Datasets make their samples as flat dicts {name: value}; a `Shape` gives these the user's structure.
 Each field has a name, and is opened in a way of its own; some are encoded images, which a fused transform may
-take as they are. `FieldTransforms` is the one place that refuses a transform which names no field, or which
-takes an image where there is none.
+take as they are.
+
+Columns of a batch are written row by row. The batch equals the one of torch's `default_collate`.
+
+    bool, int, float, numpy scalars    a tensor (n,): bool, int64, float64, the scalar's
+    arrays and tensors                 a tensor (n, *shape)
+    dict, list, tuple                  the same of columns
+    str, bytes                         a list of n
+
+A column is made for the first of its values. Values that differ in type or length from it, and those of other
+classes, are left to `default_collate`: it widens numbers, and says which values make no batch.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import xxhash
+import numpy as np
+import torch
+from torch.utils.data import default_collate
 
-from fastload.checks import check_function
-from fastload.errors import ArgumentError, DecodeError
-from fastload.images.by_epoch import ByEpoch, current_transform
-from fastload.images.crop import Crop, is_fused, made_by_kernel
+from fastload.datasets.views import Allocate
+from fastload.errors import ArgumentError
+from fastload.images.decode import Oriented, decode_pil
 
-_log = logging.getLogger("fastload")
-
-ADVICE = (
-    "Name what a sample consists of, with alternatives and optional members: "
-    "fields=('jpg;jpeg;png;webp', 'cls', 'json?'); or give transform= a function of the whole sample that "
-    "makes all alike"
-)
-_PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
-
-Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
-
-
-class SampleFields(Protocol):
-    """The fields that samples are made of."""
-
-    def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
-        """The names of the fields that are encoded images."""
-
-    def open(self, name: str, value: Any) -> Any:
-        """A field that is no image -> its value in the sample.
-
-        Raises:
-            DecodeError: its bytes are not of its kind, or its kind is refused.
-        """
-
-    def open_image(self, value: Any) -> Any:
-        """An image -> its value in a sample without a fused transform.
-
-        Its bytes, or (H, W, 3) pixels where the cache keeps pixels.
-        """
-
-
-class Fields(SampleFields, Protocol):
-    """The fields that the records of a format have."""
-
-    @property
-    def key(self) -> str:
-        """A text that differs where other arguments give other fields: part of the cache's keys."""
-
-    def needs_files(self, transform: Any) -> bool:
-        """Whether samples with this transform need the files of images, where a cache has records of them."""
-
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        """The fields of a record, as they lie in it.
-
-        Raises:
-            DecodeError: it is no record of this format.
-        """
-
-
-class FieldTransforms:
-    """The argument `transform` of a dataset whose samples have several fields.
-
-    Args:
-        transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
-            {field: either}.
-
-    Raises:
-        ArgumentError: a transform cannot be called.
-    """
-
-    def __init__(self, transform: Transform) -> None:
-        self.transform = transform
-        self._masks_seen = False
-        self._by_epoch: list[ByEpoch] = []
-        # Names, what is current of the others, and what came of them. The threads of a loader share it.
-        self._last: tuple[tuple[str, ...], list[Any], dict[str, Crop]] | None = None
-        for name, each in self._parts():
-            check_function(name, each)
-            if isinstance(each, ByEpoch):
-                self._by_epoch.append(each)
-
-    def _parts(self) -> list[tuple[str, Any]]:
-        """Return (name of the argument, transform) of each."""
-        if isinstance(self.transform, Mapping):
-            return [(f"transform[{name!r}]", each) for name, each in self.transform.items()]
-        return [("transform", self.transform)]
-
-    def start_epoch(self, epoch: int) -> None:
-        """Let the transforms that depend on the epoch know it."""
-        for each in self._by_epoch:
-            each.start_epoch(epoch)
-
-    # --- what is true before any sample is read
-
-    @property
-    def has_fused(self) -> bool:
-        """Whether a fused transform is among them, in any epoch."""
-        return any(is_fused(each) for _, each in self._parts())
-
-    @property
-    def only_fused(self) -> bool:
-        """Whether all are fused ones that the kernel does alone, in all epochs."""
-        parts = self._parts()
-        return bool(parts) and all(made_by_kernel(one) for _, one in parts)
-
-    @property
-    def crops(self) -> dict[str, Crop]:
-        """The fused transforms of this epoch, by the name of their argument."""
-        parts = ((name, current_transform(each)) for name, each in self._parts())
-        return {name: each for name, each in parts if isinstance(each, Crop)}
-
-    @property
-    def fills_rows(self) -> bool:
-        """Whether images are written straight into the batch: all that have a fused transform."""
-        crops = self.crops.values()
-        return bool(crops) and all(crop.fills_rows for crop in crops)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether fused transforms draw from the seed of the sample, in this epoch."""
-        return self.fills_rows and any(crop.draws for crop in self.crops.values())
-
-    @property
-    def crop_hash(self) -> int:
-        """A number of what fused transforms do in this epoch; 0: there are none."""
-        numbers = sorted((name, crop.number) for name, crop in self.crops.items())
-        return xxhash.xxh3_64_intdigest(repr(numbers).encode()) if self.fills_rows else 0
-
-    @property
-    def runs_user_code(self) -> bool:
-        """Whether functions of the user run while rows are filled, beside a fused transform."""
-        return isinstance(self.transform, Mapping) and len(self.crops) < len(self.transform)
-
-    @property
-    def of_sample(self) -> Any:
-        """The function of the whole sample in this epoch, fused or not; None: there is none."""
-        return None if isinstance(self.transform, Mapping) else current_transform(self.transform)
-
-    def crop_for(self, name: str) -> Crop:
-        """Return the fused transform of an image in this epoch."""
-        crop: Crop = current_transform(
-            self.transform[name] if isinstance(self.transform, Mapping) else self.transform
-        )
-        return crop
-
-    def functions(self) -> dict[str, Callable[[Any], Any]]:
-        """Return the functions of single fields in this epoch that are not fused, by field."""
-        if not isinstance(self.transform, Mapping):
-            return {}
-        parts = {name: current_transform(each) for name, each in self.transform.items()}
-        return {name: each for name, each in parts.items() if not isinstance(each, Crop)}
-
-    def check(
-        self,
-        names: Sequence[str],
-        images: Sequence[str],
-        way_out: str,
-        *,
-        named: Collection[str] | None = None,
-        optional: Collection[str] = (),
-    ) -> None:
-        """Refuse transforms that no sample can satisfy.
-
-        Args:
-            names: the fields of all samples.
-            images: those that may be encoded images.
-            way_out: how to get an image among the fields.
-            named: those that a fused transform may be given by name. Default: all.
-            optional: the fields that may be None.
-
-        Raises:
-            ArgumentError: a transform names no field, or is fused and has no image of its own.
-        """
-        parts: dict[str, Any] = dict(self.transform) if isinstance(self.transform, Mapping) else {}
-        for name in parts:
-            if name not in names:
-                raise ArgumentError(
-                    f"transform names {name!r}, and a sample has {', '.join(names)}: a field in a dict is "
-                    "named by its key, any other by its column, or by its first extension"
-                )
-        if is_fused(self.transform):
-            if len(images) > 1:
-                raise ArgumentError(
-                    f"transform takes one image, and {' and '.join(images)} may be one: name it, as in "
-                    f"transform={{{images[0]!r}: RandomResizedCrop(224)}}"
-                )
-            if not images:
-                raise ArgumentError(
-                    f"transform={self.transform!r} takes an image, and none of {', '.join(names)} may be "
-                    f"one: {way_out}"
-                )
-            parts = {images[0]: self.transform}
-        for name, each in parts.items():
-            if is_fused(each) and named is not None and name not in named:
-                raise ArgumentError(f"transform[{name!r}] takes an image, and that field is none: {way_out}")
-            if is_fused(each) and name in optional:
-                raise ArgumentError(
-                    f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
-                    "cannot hold None: leave out the '?', or give transform= a function for it"
-                )
-
-    def refuse_fields(self) -> None:
-        """Refuse transforms of fields where a sample has none, because its `decode` makes it.
-
-        Raises:
-            ArgumentError: there are some.
-        """
-        if self.has_fused or isinstance(self.transform, Mapping):
-            raise ArgumentError(
-                f"transform={self.transform!r} is for the fields of a sample: pass features= and no decode=, "
-                "or a function of what decode returns"
-            )
-
-    # --- of one sample
-
-    def crops_of(
-        self, fields: Mapping[str, Any], images: Callable[[Mapping[str, Any]], Sequence[str]]
-    ) -> dict[str, Crop]:
-        """Return image -> the fused transform that takes it, for the fields of a sample.
-
-        Raises:
-            DecodeError: the sample does not have the one image, or those that are named.
-        """
-        names, current = tuple(fields), [each.current for each in self._by_epoch]
-        last = self._last
-        if last is None or last[0] != names or last[1] != current:  # samples are mostly alike
-            last = self._last = names, current, self._find_crops(fields, images(fields))
-        return last[2]
-
-    def _find_crops(self, fields: Mapping[str, Any], images: Sequence[str]) -> dict[str, Crop]:
-        if isinstance(self.transform, Mapping):
-            missing = sorted(self.transform.keys() - fields.keys())
-            if missing:
-                raise DecodeError(
-                    f"{name_of(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {ADVICE}"
-                )
-            parts = {name: current_transform(each) for name, each in self.transform.items()}
-            crops = {name: each for name, each in parts.items() if isinstance(each, Crop)}
-            self._warn_of_masks(fields, crops, images)
-            return crops
-        crop = current_transform(self.transform)
-        if not isinstance(crop, Crop):
-            return {}
-        if len(images) != 1:
-            raise DecodeError(
-                f"the transform takes one image, and {name_of(fields)} has {', '.join(images) or 'none'} "
-                f"among {', '.join(fields)}: name it, as in transform={{'jpg': RandomResizedCrop(224)}}"
-            )
-        return {images[0]: crop}
-
-    def _warn_of_masks(
-        self, fields: Mapping[str, Any], crops: Mapping[str, Crop], images: Sequence[str]
-    ) -> None:
-        """Not an error, for a PNG with a palette or in grey may well be a photo."""
-        if self._masks_seen or len(images) < 2:
-            return
-        masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
-        if masks:
-            self._masks_seen = True
-            _log.warning(
-                "%r of %s is a greyscale or palette PNG. If it is a mask: this transform interpolates its "
-                "values and makes them RGB; give it interpolation='nearest' and channels=1",
-                masks[0],
-                name_of(fields),
-            )
-
-
-def name_of(fields: Mapping[str, Any]) -> str:
-    """Return a sample in error messages, beside the record's name there."""
-    return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
-
-
-def _may_be_mask(value: Any) -> bool:
-    if not isinstance(value, bytes | memoryview) or value[: len(_PNG)] != _PNG or len(value) <= _PNG_COLOUR:
-        return False
-    return value[_PNG_COLOUR] in (0, 3)
+_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Shape:
@@ -320,11 +63,11 @@ class Shape:
         self._structure = self._named(fields, None, "fields", name_of)
 
     def sample(self, values: Mapping[str, Any]) -> Any:
-        """The values of one sample in its structure: tuples for tuples and lists, dicts for mappings."""
+        """Return a sample of these values: tuples for tuples and lists, dicts for mappings."""
         return _sample(self._structure, values)
 
     def batch(self, columns: Mapping[str, Any]) -> Any:
-        """The columns of a batch in the structure that `default_collate` gives.
+        """Return the columns of a batch in the structure that `default_collate` gives.
 
         That is a list for a tuple; and a column of texts is a tuple directly in that list, else a list.
         """
@@ -334,7 +77,7 @@ class Shape:
         return f"Shape({self._structure!r})"
 
     def _named(self, fields: Any, key: str | None, path: str, name_of: Callable[[Any], str]) -> Any:
-        """The structure, with the leaves' names in place of the leaves."""
+        """Return the structure, with the leaves' names in place of the leaves."""
         if isinstance(fields, self._leaf_types):
             name = self._unused(name_of(fields) if key is None else key)
             self.leaves[name] = fields
@@ -382,3 +125,170 @@ def _batch(structure: Any, columns: Mapping[str, Any]) -> Any:
         return {name: _batch(part, columns) for name, part in structure.items()}
     made = [(part, _batch(part, columns)) for part in structure]
     return [tuple(each) if isinstance(part, str) and type(each) is list else each for part, each in made]
+
+
+class SampleFields(ABC):
+    """The fields that samples are made of."""
+
+    @abstractmethod
+    def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
+        """Return the names of the fields that are encoded images."""
+
+    def open(self, name: str, value: Any) -> Any:
+        """Return the value in a sample of a field that is no image.
+
+        Raises:
+            DecodeError: its bytes are not of its kind, or its kind is refused.
+        """
+        return value
+
+    def open_image(self, value: Any) -> Any:
+        """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
+        return decode_pil(value)
+
+
+def still_encoded(value: Any) -> Any:
+    """Return an image as its bytes, or as the pixels that a cache keeps of it."""
+    if isinstance(value, Oriented):
+        return value.pixels
+    return value if isinstance(value, np.ndarray | bytes) else bytes(value)
+
+
+class RecordFields(SampleFields):
+    """The named fields of a record, in one shape for all formats.
+
+    Attributes:
+        shape: of a sample, which names fields; None: a sample is a dict of them.
+        optional: the names of the fields that may be None.
+    """
+
+    shape: Shape | None = None
+    optional: frozenset[str] = frozenset()
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
+
+    @abstractmethod
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        """Return the fields of a record, as they lie in it.
+
+        Raises:
+            DecodeError: it is no record of this format.
+        """
+
+    def needs_files(self, transform: Any) -> bool:
+        """Return whether samples need the files of images, where a cache has records of them."""
+        return False
+
+    @abstractmethod
+    def check(self, transform: Any) -> None:
+        """Raise `ArgumentError` unless the transform goes with these fields."""
+
+
+# --- columns of a batch
+
+
+def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for the rows of a batch that is taken apart into samples, for the user's `collate_fn`.
+
+    Values that differ in length from row to row need no column there.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def new_column(value: Any, n: int, allocate: Allocate) -> Any:
+    """Return an empty column of `n` rows for values like this one; None where `default_collate` has to make
+    it.
+    """
+    dtype = _DTYPES.get(type(value))
+    if dtype is not None:
+        return allocate((n,), dtype)
+    if isinstance(value, str | bytes):
+        return [None] * n
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and value.dtype.isnative:
+        tensor = torch.from_numpy(np.asarray(value))
+        return allocate((n, *tensor.shape), tensor.dtype)
+    if type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad:
+        return allocate((n, *value.shape), value.dtype)
+    if type(value) is dict:
+        columns = {name: new_column(one, n, allocate) for name, one in value.items()}
+        return None if any(column is None for column in columns.values()) else columns
+    if type(value) in (list, tuple):
+        parts = [new_column(one, n, allocate) for one in value]
+        if any(part is None for part in parts):
+            return None
+        return _Columns(_Texts(part) if type(part) is list else part for part in parts)
+    return None
+
+
+def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | None:
+    """Return (type, the column as an array), if values of that type can be written into the array as they
+    are.
+
+    That costs a tenth of writing a number into a tensor. None for other columns.
+    """
+    if isinstance(column, torch.Tensor) and column.ndim == 1 and type(value) in _DTYPES:
+        return type(value), column.numpy()
+    return None
+
+
+class _Columns(list[Any]):
+    """The columns of a list of values; a plain list is one column."""
+
+
+class _Texts(list[Any]):
+    """A column of texts among those of a list of values: `default_collate` makes it a tuple."""
+
+
+def collate_column(values: list[Any]) -> Any:
+    """Return the column that `default_collate` makes of these values. Raises what that raises."""
+    made = default_collate(values)
+    return _Columns(made) if type(made) is list and isinstance(values[0], list | tuple) else made
+
+
+def as_batch(columns: Any) -> Any:
+    """Return the columns of a filled batch with the classes that `default_collate` gives them."""
+    if isinstance(columns, dict):
+        return {name: as_batch(column) for name, column in columns.items()}
+    if isinstance(columns, _Texts):
+        return tuple(columns)
+    return [as_batch(column) for column in columns] if isinstance(columns, list) else columns
+
+
+def put_value(column: Any, row: int, value: Any) -> bool:
+    """Write one value into its row; False if it is unlike the one that the column was made for."""
+    if isinstance(column, dict):
+        same = type(value) is dict and column.keys() == value.keys()
+        return same and all(put_value(part, row, value[name]) for name, part in column.items())
+    if isinstance(column, _Columns):
+        same = type(value) in (list, tuple) and len(value) == len(column)
+        return same and all(put_value(part, row, one) for part, one in zip(column, value, strict=True))
+    if isinstance(column, list):
+        column[row] = value
+        return isinstance(value, str | bytes)
+    return _put_number(column, row, value)
+
+
+def _put_number(column: torch.Tensor, row: int, value: Any) -> bool:
+    dtype = _DTYPES.get(type(value))
+    if dtype is None and not isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return False
+    try:
+        given = torch.as_tensor(value, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    if given.shape != column.shape[1:] or given.dtype != column.dtype or given.requires_grad:
+        return False
+    column[row] = given
+    return True
+
+
+def copy_value(column: Any, target: int, source: int) -> None:
+    """Make row `target` equal to row `source`."""
+    if isinstance(column, dict | _Columns):
+        for part in column.values() if isinstance(column, dict) else column:
+            copy_value(part, target, source)
+    else:
+        column[target] = column[source]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fastload.datasets.columns import (
+from fastload.datasets.sample_fields import (
+    SampleFields,
+    Shape,
     as_batch,
     collate_column,
     copy_value,
@@ -14,13 +16,20 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
-from fastload.datasets.protocols import Allocate
-from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
-from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.sample_transforms import (
+    ADVICE,
+    FieldTransforms,
+    Transform,
+    check_cut_alike,
+    fill_together,
+    name_of,
+    transform_together,
+)
+from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop
 from fastload.images.encoded import EncodedBatch
+from fastload.images.rng import SampleSeeds
 
 RowFailures = list[tuple[int, Exception]]  # (position among the rows that are filled, what went wrong)
 
@@ -37,10 +46,10 @@ class ValueColumns(Protocol):
         """The names of those that can be written into a batch for many samples at once."""
 
     def row(self, record: int) -> dict[str, Any]:
-        """The values of a sample."""
+        """Return the values of a sample."""
 
     def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """An empty column of `n` rows for one that is regular."""
+        """Return an empty column of `n` rows for one that is regular."""
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         """Write the values of these samples into rows of columns."""
@@ -86,7 +95,6 @@ class RowBatch:
         is_complete: all its columns are there before a row is.
         encoded: the column of the image is an `EncodedBatch`.
         odd: rows that have other fields than the batch.
-        begun: view -> the rows that the kernel makes for it.
     """
 
     def __init__(self, rows: int, allocate: Allocate) -> None:
@@ -99,7 +107,6 @@ class RowBatch:
         self.numbers: dict[str, tuple[type, Any]] = {}
         self.uneven: set[str] = set()
         self.odd: list[int] = []
-        self.begun: dict[Any, Any] = {}
         self.encoded = self.is_complete = False
 
 

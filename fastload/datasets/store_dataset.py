@@ -29,13 +29,9 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_function
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
-from fastload.datasets.protocols import (
-    current_reader,
-    note_prefetch,
-    overriding_method,
-)
-from fastload.datasets.sample_fields import Transform
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
+from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
@@ -56,7 +52,7 @@ _LONGEST = 1000  # entries of a list
 def _is_kept(name: str, value: Any) -> bool:
     if name in _HELD or isinstance(value, str | int | float | type(None) | type | os.PathLike | np.dtype):
         return True
-    return name in ("url", "fields", "features", "filters", "classes") and (
+    return name in ("url", "fields", "filters", "classes") and (
         not hasattr(value, "__len__") or len(value) <= _LONGEST
     )
 
@@ -122,7 +118,7 @@ class StoreDataset(Dataset[Any]):
         return {name: value for name, value in self.__dict__.items() if not isinstance(value, ProcessLocal)}
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What samples depend on: see `datasets.fingerprint`."""
+        """Return what samples depend on: see `datasets.fingerprint`."""
         return {name: value for name, value in self.__getstate__().items() if name not in self._passing}
 
     def __getitem__(self, index: int) -> Any:
@@ -143,42 +139,25 @@ class StoreDataset(Dataset[Any]):
         self._transform = transform
 
     def key(self, index: int) -> str:
-        """The object key of a sample, relative to `url`; of a record in a shard with its offset there."""
+        """Return the object key of a sample, relative to `url`; of a record, with its offset in the shard."""
         return self._name(self._record(index))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]] | None:
-        """Key -> indices of the samples that have it, as `key` gives it, without keys that no sample has.
+        """Return key -> indices of the samples that have it, as `key` gives it, without keys that no sample
+        has.
 
         None: only a look at the keys of all samples tells.
         """
         return None
 
-    def payload(self, index: int) -> Any:
-        """The bytes of a sample as the cache keeps them, before `decode` and `transform`.
-
-        It raises what `dataset[index]` raises.
-        """
-        return settled([self._get(self._record(index))])[0]
-
-    def cache_key(self, index: int) -> bytes:
-        """The key under which the cache has a sample; of several objects, the first one.
+    def contains(self, index: int) -> bool:
+        """Return whether the cache has all of a sample. It does not count as a miss.
 
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        return self.cache_keys(index)[0]
-
-    def cache_keys(self, index: int) -> list[bytes]:
-        """The keys of all that the cache has of a sample: of each object of a `TableDataset`. Raises as
-        `cache_key`."""
-        if self.cache is None:
-            raise ArgumentError("the dataset has no cache: give it one with cache=")
-        return [self._cache_key(item) for item in self._objects(self._record(index))]
-
-    def contains(self, index: int) -> bool:
-        """Whether the cache has all of a sample. Does not count as a miss. Raises as `cache_key`."""
-        keys = self.cache_keys(index)
-        assert self.cache is not None  # `cache_keys` says so
+        keys = self._cache_keys(index)
+        assert self.cache is not None  # `_cache_keys` says so
         return all(map(self.cache.has, keys))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
@@ -199,11 +178,6 @@ class StoreDataset(Dataset[Any]):
         count = self._objects_of_sample
         return outcomes if count == 1 else (item._replace(sample=item.sample // count) for item in outcomes)
 
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
-        objects = (item for index in indices for item in self._objects(self._record(index)))
-        return find_missing(objects, self._cache_to_fill(), self._source())
-
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
         indices = list(indices)
@@ -212,32 +186,53 @@ class StoreDataset(Dataset[Any]):
             note_prefetch(self, indices)
             self._prefetchers.get().request(objects, current_reader.get())
 
-    def cancel(self, indices: Iterable[int]) -> None:
-        """These prefetched samples will not be used."""
-        prefetcher = self._prefetchers.peek()
-        if prefetcher is not None:  # else nothing is under way
-            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
-
-    def outstanding(self) -> int:
-        """How many samples this process has read ahead, or is reading, that were not used yet."""
-        prefetcher = self._prefetchers.peek()
-        return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
-
-    def flush_cache(self) -> None:
-        """Wait until all samples that were read are in the cache, for other processes too."""
-        if self.cache is not None:
-            self.cache.flush()
-            self.counters.merge(self.cache.counters.drain())
-
-    def close_cache(self) -> None:
-        """Flush, and close this process's part of the cache and the store: as `close`."""
-        self.close()
-
     def close(self) -> None:
         """End this process's reader threads; write and close the cache. The next access opens it again."""
         prefetcher = self._prefetchers.drop()
         if prefetcher is not None:
             prefetcher.close()
+
+    # --- for the engine and the command line
+
+    def _payload(self, index: int) -> Any:
+        """Return the bytes of a sample as the cache keeps them; it raises what `dataset[index]` raises."""
+        return settled([self._get(self._record(index))])[0]
+
+    def _cache_keys(self, index: int) -> list[bytes]:
+        """Return the keys of all that the cache has of a sample: of each object of a `TableDataset`.
+
+        Raises:
+            ArgumentError: the dataset has no cache.
+        """
+        if self.cache is None:
+            raise ArgumentError("the dataset has no cache: give it one with cache=")
+        return [self._cache_key(item) for item in self._objects(self._record(index))]
+
+    def _left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """Return what `warm` has to read for these samples. Raises as `warm`."""
+        objects = (item for index in indices for item in self._objects(self._record(index)))
+        return find_missing(objects, self._cache_to_fill(), self._source())
+
+    def _cancel(self, indices: Iterable[int]) -> None:
+        """Drop prefetched samples that will not be used."""
+        prefetcher = self._prefetchers.peek()
+        if prefetcher is not None:  # else nothing is under way
+            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
+
+    def _outstanding(self) -> int:
+        """Return how many samples this process has read ahead, or is reading, that were not used yet."""
+        prefetcher = self._prefetchers.peek()
+        return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
+
+    def _flush_cache(self) -> None:
+        """See `CacheFilling`."""
+        if self.cache is not None:
+            self.cache.flush()
+            self.counters.merge(self.cache.counters.drain())
+
+    def _streams(self) -> StreamDataset | None:
+        """Return what reads it as streams while it is not indexed; None: it has an index from the start."""
+        return None
 
     # --- a layout supplies
 
@@ -245,31 +240,31 @@ class StoreDataset(Dataset[Any]):
 
     @abstractmethod
     def _source(self) -> Source:
-        """Where objects come from."""
+        """Return where objects come from."""
 
     @abstractmethod
     def _record(self, index: int) -> int:
-        """The record of an index. Raises `IndexError` where there is none."""
+        """Return the record of an index. Raises `IndexError` where there is none."""
 
     def _objects(self, record: int) -> Sequence[int]:
-        """The objects that are read for a record, as its source numbers them."""
+        """Return the objects that are read for a record, as its source numbers them."""
         return (record,)
 
     @abstractmethod
     def _name(self, record: int) -> str:
-        """A record in error messages."""
+        """Return a record in error messages."""
 
     @abstractmethod
     def _cache_key(self, item: int) -> bytes:
-        """The cache key of an object."""
+        """Return the cache key of an object."""
 
     @abstractmethod
     def _some_keys(self) -> list[bytes]:
-        """The cache keys of a few objects: the same each time."""
+        """Return the cache keys of a few objects: the same each time."""
 
     @abstractmethod
     def _new_builder(self, transform: Transform) -> SampleBuilder:
-        """What makes samples with this transform.
+        """Return what makes samples with this transform.
 
         Raises:
             ArgumentError: the transform does not go with the fields.
@@ -277,16 +272,16 @@ class StoreDataset(Dataset[Any]):
 
     @abstractmethod
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A number for each sample: of its key and version, wherever it is stored or cached."""
+        """Return a number for each sample: of its key and version, wherever it is stored or cached."""
 
     def _records(self, indices: Iterable[int]) -> NDArray[np.int64]:
-        """The number by which each sample draws its random numbers: the same, whatever its index is."""
+        """Return the number by which each sample draws its random numbers, whatever its index is."""
         records = np.fromiter(map(operator.index, indices), np.int64)
         records %= len(self)  # type: ignore[arg-type]
         return records
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
-        """What was listed, and where that is kept; None: nothing is, or shards are."""
+        """Return what was listed, and where that is kept; None: nothing is, or shards are."""
         return None
 
     def _digests(self) -> tuple[str, str] | None:
@@ -327,7 +322,7 @@ class StoreDataset(Dataset[Any]):
         self._keys.drop()
 
     def _settle_mode(self, total_bytes: int, count: int | None = None) -> None:
-        """The end of a constructor: whether a mode that is for images applies to this dataset.
+        """End a constructor: decide whether a mode that is for images applies to this dataset.
 
         A cache that was filled in mode "raw" goes on in that mode under "auto", the default: nothing is read
         again. Without a cache there is nothing to be gained.
@@ -368,7 +363,7 @@ class StoreDataset(Dataset[Any]):
         return Forecaster(self.cache, codec, total_bytes, self._share_kept, count)
 
     def _share_kept(self) -> float:
-        """The share of the samples that the cache has, estimated from a few: the same each time."""
+        """Return the share of the samples that the cache has, estimated from a few: the same each time."""
         assert self.cache is not None
         if not self.cache.exists():
             return 0.0
@@ -388,7 +383,7 @@ class StoreDataset(Dataset[Any]):
         return Prefetcher(self._source(), self.cache, prepare=encode, counters=self.counters)
 
     def _cache_to_fill(self) -> Cache:
-        """The cache that `warm` fills.
+        """Return the cache that `warm` fills.
 
         Raises:
             ArgumentError: there is none.
@@ -408,7 +403,7 @@ class StoreDataset(Dataset[Any]):
         return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
 
     def _encoder(self) -> Callable[[Any, int], Any] | None:
-        """(bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
+        """Return (bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
         encode = self._payloads.encode
         if encode is None:
             return None
@@ -417,7 +412,7 @@ class StoreDataset(Dataset[Any]):
         return lambda payload, record: encode(payload)
 
     def _get(self, record: int) -> Any:
-        """What the prefetcher has of a record; an error of reading or preparing it carries its name."""
+        """Return what the prefetcher has of a record; an error carries the name of the record."""
         try:
             return self._prefetchers.get().get(record)
         except FastloadError as error:
@@ -425,12 +420,12 @@ class StoreDataset(Dataset[Any]):
             raise
 
     def _is_here(self, record: int) -> bool:
-        """Whether `_get` will not wait for the store."""
+        """Return whether `_get` will not wait for the store."""
         prefetcher = self._prefetchers.peek()  # a stream's records come without one
         return prefetcher is not None and all(map(prefetcher.is_here, self._objects(record)))
 
     def _finish(self, record: int, payload: Any) -> Any:
-        """What the prefetcher hands out -> sample."""
+        """Return what the prefetcher hands out -> sample."""
         try:
             return self._builder.sample(self._restore(record, payload), record)
         except FastloadError as error:
@@ -440,12 +435,12 @@ class StoreDataset(Dataset[Any]):
             keep(payload)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        """What the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
+        """Return what the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
         key = self._name(record) if self._payloads.asks_for_key else None
         return self._payloads.open(payload, key, readonly=readonly)
 
     def _named(self, error: Exception, record: int | None) -> Exception:
-        """The error, with the name of its record if it has none yet."""
+        """Return the error, with the name of its record if it has none yet."""
         if isinstance(error, FastloadError) and error.key is None and record is not None:
             error.key = self._name(record)
         return error
@@ -457,7 +452,7 @@ def override_of(dataset: Any) -> str | None:
 
 
 def check_on_change(value: Any) -> None:
-    """The argument `on_change` of datasets of objects.
+    """Check the argument `on_change` of datasets of objects.
 
     Raises:
         ArgumentError: it is none of the two.

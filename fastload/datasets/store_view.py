@@ -8,22 +8,32 @@ The kernel makes rows alone where a sample is one image and no code of the user 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.segment import Places
-from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.payloads import keep
-from fastload.datasets.protocols import Allocate, EncodedRows, RowErrors, RowRequests
+from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch, Todo
 from fastload.datasets.store_dataset import StoreDataset, override_of
-from fastload.datasets.views import ONE, MadeSample, PlainView, reraise
-from fastload.images.crop import RowJob
+from fastload.datasets.views import (
+    ONE,
+    Allocate,
+    EncodedRows,
+    MadeSample,
+    PlainView,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    reraise,
+    stopping,
+)
 from fastload.images.kernel import active, threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
 from fastload.store.budget import RequestBudget
@@ -32,15 +42,6 @@ from fastload.store.budget import RequestBudget
 # starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
 # the interpreter's code out of these, and Python then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
-
-
-class _Begun(NamedTuple):
-    """Rows that the kernel makes, and of each its record and the bytes of that."""
-
-    rows: NDArray[np.int64]
-    records: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    job: RowJob
 
 
 class StoreView(PlainView):
@@ -70,7 +71,7 @@ class StoreView(PlainView):
         self.dataset.prefetch(self._read_ahead(indices))
 
     def cancel(self, indices: list[Any]) -> None:
-        self.dataset.cancel(indices)
+        self.dataset._cancel(indices)
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         batch = None if self.override is not None else self.new_batch(len(indices), ordinary_memory)
@@ -81,6 +82,9 @@ class StoreView(PlainView):
             partial(reraise, failed[row]) if row in failed else partial(self.sample, batch, row)
             for row in range(len(indices))
         ]
+
+    def streams(self) -> StreamDataset | None:
+        return self.dataset._streams()
 
     # --- which samples these are
 
@@ -141,33 +145,35 @@ class StoreView(PlainView):
     def new_batch(self, n: int, allocate: Allocate) -> RowBatch | None:
         return self.dataset._builder.new_batch(n, allocate)
 
-    def begin(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> None:
-        begun = self._begin(batch, todo, seed, epoch)
-        if begun is not None:
-            batch.begun[self] = begun
-
     def fill(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        dataset = self.dataset
+        self.dataset.counters.add("decode.samples", len(todo))
+        made = self._fill_cached(batch, todo, seed, epoch)
+        todo = [] if len(made) == len(todo) else [request for request in todo if request[0] not in made]
         errors: RowErrors = []
-        most_rows, most_bytes = _CHUNK * max(1, threads()), _CHUNK_BYTES * max(1, threads())
-        dataset.counters.add("decode.samples", len(todo))
-        begun = batch.begun.pop(self, None) or self._begin(batch, todo, seed, epoch)
-        if begun is not None:
-            done = self._finish(batch, begun)
-            todo = [] if len(done) == len(todo) else [request for request in todo if request[0] not in done]
-        builder = dataset._builder
-        begun = 0
-        while begun < len(todo):
-            chosen = Todo([], [], [], [], [])
-            payloads: list[Any] = []
-            held = 0
-            while begun < len(todo):
-                row, index = todo[begun]
+        for chosen, payloads in self._chunks(todo, seed, epoch, errors, named=batch.encoded):
+            errors += self._decode(batch, chosen, payloads)
+        return errors
+
+    def _chunks(
+        self, todo: RowRequests, seed: int, epoch: int, errors: RowErrors, *, named: bool
+    ) -> Iterator[tuple[Todo, list[Any]]]:
+        """Wait for samples in order; yield those that are decoded together, with their payloads.
+
+        Args:
+            errors: takes those of samples that do not come.
+            named: their keys are wanted.
+        """
+        dataset, remaining = self.dataset, deque(todo)
+        most_rows, most_bytes = max(_CHUNK, 2 * threads()), _CHUNK_BYTES * max(1, threads())
+        stop = stopping.get()
+        while remaining and not (stop and stop.is_set()):
+            chosen, payloads, held = Todo([], [], [], [], []), list[Any](), 0
+            while remaining and held < most_bytes and not (stop and stop.is_set()):
+                row, index = remaining[0]
                 record = None
                 try:
                     record = dataset._record(index)
-                    full = len(chosen.rows) >= most_rows and not dataset._is_here(record)
-                    if held >= most_bytes or full:
+                    if len(chosen.rows) >= most_rows and not dataset._is_here(record):
                         break
                     payload = dataset._get(record)
                     payloads.append(payload)
@@ -179,48 +185,45 @@ class StoreView(PlainView):
                     chosen.records.append(record)
                     chosen.seeds.append(sample_seed(seed, epoch, record))
                     held += _bytes_of(payload)
-                begun += 1
-            if chosen.rows:
-                if batch.encoded:
-                    chosen.keys.extend(map(dataset._name, chosen.records))
-                with dataset.counters.timed("decode"):
-                    failures = builder.fill(batch, chosen)
-                errors += [
-                    (chosen.rows[position], dataset._named(error, chosen.records[position]))
-                    for position, error in failures
-                ]
-            for payload in payloads:
-                keep(payload)
-        return errors
+                remaining.popleft()
+            if named:
+                chosen.keys.extend(map(dataset._name, chosen.records))
+            yield chosen, payloads
 
-    def _begin(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> _Begun | None:
-        """Let the kernel begin the rows whose records the cache has, in one call; None where none are."""
+    def _decode(self, batch: RowBatch, chosen: Todo, payloads: list[Any]) -> RowErrors:
+        """Write samples into their rows, and let the cache keep what was made of their payloads meanwhile."""
+        dataset, failures = self.dataset, []
+        if chosen.rows:
+            with dataset.counters.timed("decode"):
+                failures = dataset._builder.fill(batch, chosen)
+        for payload in payloads:
+            keep(payload)
+        return [
+            (chosen.rows[position], dataset._named(error, chosen.records[position]))
+            for position, error in failures
+        ]
+
+    def _fill_cached(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> Set[int]:
+        """Let the kernel make the rows whose records the cache has; return those that it made."""
         dataset, builder = self.dataset, self.dataset._builder
         crop = builder.kernel_crop(batch)
         if crop is None or dataset.cache is None:
-            return None
+            return frozenset()
         rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]
         places = self._locate(dataset.cache, records)
-        here = places.here
-        if not here.any():
-            return None
+        if not places.here.any():
+            return frozenset()
         images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
-        seeds = sample_seeds(seed, epoch, records[here])
-        rows, records, lengths = rows[here], records[here], places.table["length"]
+        rows, records, lengths = rows[places.here], records[places.here], places.table["length"]
+        seeds = sample_seeds(seed, epoch, records)
         job = crop.begin_rows(images, rows, places.table, seeds, pixels=pixels, owner=places)
-        return _Begun(rows, records, lengths, job)
-
-    def _finish(self, batch: RowBatch, begun: _Begun) -> Set[int]:
-        """Wait for rows of the kernel; return those that it made."""
-        dataset, builder = self.dataset, self.dataset._builder
-        assert dataset.cache is not None  # the records are there
-        not_made, reading, decoding = begun.job.finish()
-        made: Any = ~np.isin(begun.rows, not_made) if not_made else slice(None)
-        made_rows, made_records = begun.rows[made].tolist(), begun.records[made].tolist()
+        failed, reading, decoding = job.finish()
+        made: Any = ~np.isin(rows, failed) if failed else slice(None)
+        made_rows, made_records = rows[made].tolist(), records[made].tolist()
         builder.note_made(batch, made_rows, made_records)
         share = max(1, threads())  # of the process's time, like all that is counted there
         dataset.counters.merge({"cache.seconds": reading / share, "decode.seconds": decoding / share})
-        dataset.cache.count_hits(len(made_rows), int(begun.lengths[made].sum()))
+        dataset.cache.count_hits(len(made_rows), int(lengths[made].sum()))
         prefetcher = dataset._prefetchers.peek()
         requested = 0 if prefetcher is None else prefetcher.forget_made(made_records)
         dataset.counters.add("get.ahead", len(made_rows) if threads() else requested)  # see `_read_ahead`

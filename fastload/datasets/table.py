@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index
-from fastload.datasets.payloads import FilePayloads, Picture, settled
-from fastload.datasets.sample_fields import Shape, Transform
+from fastload.datasets.payloads import settled
+from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
-from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields, transform_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.rng import mix_all
@@ -34,7 +35,7 @@ from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from fastload.datasets.table_columns import TableColumns  # needs pyarrow
+    from fastload.datasets.arrow import TableColumns  # needs pyarrow
 
 _NO_IMAGE = (
     "write File('image') for the objects that the column 'image' names. Images inside a Parquet file are for "
@@ -119,7 +120,7 @@ class TableDataset(StoreDataset):
             FileLeaf(
                 name,
                 leaf,
-                FilePayloads(kept_in, leaf.decode, leaf.fingerprint, transform_of(name, transform)),
+                FilePayloads(kept_in, leaf.decode, transform_of(name, transform)),
             )
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
@@ -149,8 +150,8 @@ class TableDataset(StoreDataset):
             raise ArgumentError(
                 "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
             )
-        from fastload.datasets.table_columns import TableColumns, object_keys
-        from fastload.datasets.table_files import read_table
+        from fastload.datasets.arrow import TableColumns
+        from fastload.datasets.table_files import object_keys, read_table
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}
@@ -180,15 +181,14 @@ class TableDataset(StoreDataset):
         return f"{type(self).__name__}({where}{self._count:,} samples, fields={self.fields!r}{cache})"
 
     def key(self, index: int) -> str:
-        """The key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
+        """Return the key of a sample's first object, relative to `url`; without objects "row N"."""
         return super().key(index)
 
-    def payload(self, index: int) -> list[Any]:
-        """The bytes of a sample's objects as the cache keeps them. It raises what `dataset[index]` raises."""
+    def _payload(self, index: int) -> list[Any]:
         return settled(self._get(self._record(index)))
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Key -> indices of the samples that have it, as `key` gives it."""
+        """Return key -> indices of the samples that have it, as `key` gives it."""
         if not self._files:
             numbers = {key: key.removeprefix("row ") for key in keys if key.startswith("row ")}
             return {
@@ -217,7 +217,7 @@ class TableDataset(StoreDataset):
         return self._requests
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Of its objects and their versions, and of its values in the table."""
+        """Return that of its objects and their versions, and of its values in the table."""
         numbers = np.zeros(len(records), np.uint64)
         if self._columns is not None:
             numbers += self._columns.identities(records)
@@ -230,18 +230,18 @@ class TableDataset(StoreDataset):
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
 
     def _record(self, index: int) -> int:
-        """The row of an index."""
+        """Return the row of an index."""
         return check_index(index, self._count, "rows of the table")
 
     def _objects(self, record: int) -> range:
-        """The objects of a row, in the order of the fields."""
+        """Return the objects of a row, in the order of the fields."""
         return range(record * len(self._files), (record + 1) * len(self._files))
 
     def _name(self, record: int) -> str:
         return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"
 
     def _cache_key(self, item: int, version: str | None = None) -> bytes:
-        """The cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
+        """Return the cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
         manifest, payloads = self._manifest, self._files[item % len(self._files)].payloads
         version = manifest.version(item) if version is None else version
@@ -279,7 +279,7 @@ class TableDataset(StoreDataset):
         return encode
 
     def _get(self, record: int) -> list[Any]:
-        """The payloads of a row's objects."""
+        """Return the payloads of a row's objects."""
         payloads: list[Any] = []
         objects = self._objects(record)
         for item in objects:
@@ -293,7 +293,7 @@ class TableDataset(StoreDataset):
         return payloads
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
-        """A row's payloads -> the fields of a sample that are objects."""
+        """Return a row's payloads -> the fields of a sample that are objects."""
         row = Row()
         for item, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
             try:
@@ -308,7 +308,7 @@ class TableDataset(StoreDataset):
         return row
 
     def _object_name(self, item: int) -> str:
-        """An object in error messages."""
+        """Return an object in error messages."""
         row, number = divmod(item, len(self._files))
         return f"{self._manifest.key(item)} ({self._files[number].name} of row {row})"
 

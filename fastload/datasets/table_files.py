@@ -1,4 +1,4 @@
-"""The table of a `TableDataset` as Arrow columns: from a file, a data frame, rows or columns.
+"""The table of a `TableDataset`, from a file, a data frame, rows or columns; and the objects that it names.
 
     .csv .tsv                  a line a row, the first one names the columns; quoted text may have line ends
     .jsonl .ndjson .json       a JSON object a line, or one JSON array of objects
@@ -23,14 +23,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fastload.datasets.table_columns import mapped_table, write_table
+from fastload.datasets.arrow import mapped_table, write_table
+from fastload.datasets.sample_files import pattern_parts
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.formats.compression import Inflater, kind_of
 from fastload.formats.parquet import decoded_bytes, leaf_columns
-from fastload.formats.pieces import too_large
+from fastload.formats.pieces import Inflater, kind_of, too_large
 from fastload.store import open_store
 from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.failures import redacted
+from fastload.store.open import check_protocol
 from fastload.store.process import SharedFile
 
 _KINDS = {
@@ -55,7 +56,7 @@ _BAD = (
 
 
 def read_table(table: Any, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
-    """These columns of a table, as a `pyarrow.Table`.
+    """Return these columns of a table, as a `pyarrow.Table`.
 
     Args:
         table: a URL or path; anything that Arrow knows as a table; a pandas DataFrame; rows as mappings; or a
@@ -124,7 +125,7 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
 def _parsed(
     data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str], most: int
 ) -> Any:
-    """The columns, of a table that may be `most` bytes inflated."""
+    """Return the columns, of a table that may be `most` bytes inflated."""
     kind = _KINDS[ending]
     if kind_of(data) == "gzip":
         data = _inflated(data, url, most)
@@ -210,13 +211,13 @@ def _from_csv(
 
 
 def _is_large(column: Any) -> bool:
-    """Whether a column of floats has one that may stand for a whole number beyond int64."""
+    """Return whether a column of floats has one that may stand for a whole number beyond int64."""
     most = pc.max(pc.abs(column)).as_py() if pa.types.is_floating(column.type) else None
     return most is not None and most >= 2**63
 
 
 def _dates_as_text(schema: Any) -> dict[str, Any]:
-    """Column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
+    """Return column -> its type with text in place of dates, where Arrow took text for dates."""
     return {field.name: kind for field in schema if (kind := _undated(field.type)) != field.type}
 
 
@@ -231,7 +232,7 @@ def _undated(kind: Any) -> Any:
 
 
 def _header_end(data: memoryview) -> int:
-    """Where the first line ends that closes its quotes."""
+    """Return where the first line ends that closes its quotes."""
     quotes, at = 0, 0
     for line in bytes(data[: 1 << 20]).splitlines(keepends=True):
         quotes, at = quotes + line.count(b'"'), at + len(line)
@@ -259,7 +260,7 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
 
 
 def _is_deep(data: memoryview) -> bool:
-    """Whether a line of JSON is nested more deeply than Python's own parser goes."""
+    """Return whether a line of JSON is nested more deeply than Python's own parser goes."""
     for line in re.finditer(rb"[^\n]+", data):
         text = line[0]
         if text.count(b"[") + text.count(b"{") > _MOST_DEEP:
@@ -322,7 +323,9 @@ def _joined(columns: Mapping[str, Any]) -> Any:
 
 
 def _array(name: str, values: Any) -> Any:
-    """The values of one column in Arrow's memory; arrays of more than one dimension as lists of numbers."""
+    """Return the values of one column in Arrow's memory; arrays of more than one dimension as lists of
+    numbers.
+    """
     try:
         if isinstance(values, pa.Array | pa.ChunkedArray):
             return values
@@ -358,3 +361,89 @@ def _listed(names: Sequence[str], wanted: str) -> str:
     shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
     near = difflib.get_close_matches(wanted, names, 1)
     return f"{shown or 'none'}{f': did you mean {near[0]!r}?' if near else ''}"
+
+
+# --- the objects that columns name
+
+
+def object_keys(patterns: Sequence[str], table: Any, url: str, read_from: str = "") -> tuple[str, list[str]]:
+    """Return (URL, keys relative to it) of the objects that `patterns` name in each row, one row after the
+    other.
+
+    Keys may begin with the URL. Where `url` is "", they must be URLs or absolute paths that a file may name:
+    then it is the deepest that all share.
+
+    Args:
+        patterns: columns, or texts with columns in braces; see `File`.
+        table: a `pyarrow.Table` with their columns.
+        read_from: the URL or path of the table's file; "": it was in memory. One in a store may not name
+            files of this machine.
+
+    Raises:
+        ArgumentError: a key is null or empty, or is no text; or the keys share no URL.
+    """
+    columns = [_keys_of(pattern, table) for pattern in patterns]
+    root = url or _shared_root(patterns, columns)
+    if not url and _is_local(root) and not _is_local(read_from):
+        raise ArgumentError(
+            f"the table {redacted(read_from)!r} names files of this machine, in {root!r}: if you know them, "
+            "pass that as url="
+        )
+    prefix = f"{root.rstrip('/')}/"
+    keys = [[key.removeprefix(prefix) for key in column.to_pylist()] for column in columns]
+    return root, [key for row in zip(*keys, strict=True) for key in row]
+
+
+def _is_local(url: str) -> bool:
+    protocol, separator, _ = url.partition("://")
+    return not separator or protocol.lower() in ("file", "local")
+
+
+def _keys_of(pattern: str, table: Any) -> Any:
+    """Return the keys of one pattern as an Arrow array, one for each row."""
+    pieces = []
+    for text, name in pattern_parts(pattern):
+        if text:
+            pieces.append(pa.scalar(text, pa.large_string()))
+        if name is not None:
+            pieces.append(_texts(name, table[name]))
+    return pc.binary_join_element_wise(*pieces, pa.scalar("", pa.large_string()))
+
+
+def _texts(name: str, column: Any) -> Any:
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    types = pa.types
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    if not text and not types.is_integer(kind):
+        raise ArgumentError(
+            f"column {name!r} of the table is {kind}, and File needs keys of objects, as text"
+        )
+    column = column.cast(pa.large_string())
+    empty = pc.fill_null(pc.equal(column, ""), True)
+    row = pc.index(empty, True).as_py()
+    if row >= 0:
+        raise ArgumentError(f"column {name!r} of the table has no key in row {row:,}: drop such rows")
+    return column
+
+
+def _shared_root(patterns: Sequence[str], columns: Sequence[Any]) -> str:
+    """Return the deepest directory or prefix of all keys, which are URLs or absolute paths."""
+    ends = [pc.min_max(column).as_py() for column in columns]
+    values = [end[name] for end in ends for name in ("min", "max")]  # what these share, all others do
+    for pattern, value in zip(patterns, values[::2], strict=True):
+        if "://" not in value and not value.startswith("/"):
+            raise ArgumentError(
+                f"column {pattern!r} of the table has keys such as {value!r}: pass what they are relative "
+                "to, as in url='s3://bucket/train'"
+            )
+    for value in values:
+        check_protocol(value, "the table", f"pass url={value.partition('://')[0] + '://...'!r}")
+    root = os.path.commonprefix(values).rpartition("/")[0]  # noqa: RUF071 - `commonpath` breaks "://"
+    if "://" in values[0] and root.count("/") < 2:
+        raise ArgumentError(
+            f"the table names objects of several buckets, {min(values)!r} and {max(values)!r}: make one "
+            "dataset for each, and join them with torch.utils.data.ConcatDataset"
+        )
+    return root or "/"

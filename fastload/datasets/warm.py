@@ -112,7 +112,7 @@ class _Filling:
                 time.sleep(_LOCKED_POLL)
 
     def _read(self, indices: Iterable[int], unlocked: bool = False) -> Iterator[Warmed]:
-        """One pass. Samples that another run is reading are left for the next pass, unless `unlocked`."""
+        """Read once. Samples that another run is reading are left for the next pass, unless `unlocked`."""
         for index in indices:
             key = self._key(index)
             if self._cache.lookup(key) is not None:
@@ -162,7 +162,7 @@ class ToRead(NamedTuple):
 
 
 def find_missing(records: Iterable[int], cache: Cache, source: Source) -> ToRead:
-    """What the cache lacks of these records."""
+    """Return what the cache lacks of these records."""
     objects = requests = read_bytes = 0
     for record in records:
         if not cache.has(source.cache_key(record)):

@@ -1,9 +1,10 @@
-"""The one place that sees through datasets that wrap others, and into those that hold others.
+"""Datasets that wrap others: fastload's own, `map` and `cached`; and the one place that sees through all.
 
     Subset, random_split     chooses samples of its dataset
     ConcatDataset            deals indices to its parts
     StackDataset             a sample is a tuple or dict of the samples of its parts
     fastload.map             a function of the sample
+    fastload.cached          keeps the samples of any map-style dataset on local SSD
     `prefetch(indices)`      a dataset of the user's that announces samples to those that it holds
 
 `view_of` makes a `View` of them, nested in any order. A class of fastload's that wraps others has a method
@@ -19,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import os
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -28,12 +30,221 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from fastload.datasets.composed import ConcatView, StackView, SubsetView
-from fastload.datasets.protocols import CacheFilling, overriding_method
-from fastload.datasets.seeds import digest
+from fastload.cache import Cache, as_cache
+from fastload.checks import check_function, check_index
+from fastload.datasets.composed import ConcatView, MapView, StackView, SubsetView
+from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.store_view import StoreView
-from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, View
+from fastload.datasets.views import (
+    AnnouncedView,
+    CacheFilling,
+    OverriddenView,
+    PlainView,
+    View,
+    check_dataset,
+    overriding_method,
+)
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.sample import dump, load
+from fastload.images.rng import digest
+from fastload.metrics.counters import Counters
+from fastload.order.sampler import indexed_length
+
+
+def map(dataset: Dataset[Any], function: Callable[[Any], Any]) -> MapDataset:
+    """A dataset of the results of `function`, one for each sample of `dataset`.
+
+    The loader reads `dataset` ahead, and fastload's fused transforms still decode whole batches. `function`
+    gets one sample at a time, as `dataset[index]` returns it, in the process that makes the batch. Its
+    results are collated as the samples of any dataset.
+
+    Example::
+
+        import fastload
+        from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+        def named(sample):
+            image, label = sample
+            return {"image": image, "label": label, "bright": image.float().mean()}
+
+        dataset = fastload.map(ImageFolder("s3://bucket/train", RandomResizedCrop(224)), named)
+        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            batch["image"].shape  # (256, 3, 224, 224), uint8
+
+    Args:
+        dataset: map-style; one of fastload's, one of the user's, or a wrapper of these. A shard dataset may
+            still be without an index.
+        function: sample -> sample. With `seed=` of the loader its random numbers are those of the sample.
+
+    Raises:
+        ArgumentError: `dataset` is not map-style, or `function` cannot be called.
+    """
+    check_dataset(dataset)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ArgumentError(
+            f"dataset of map must be map-style, found {type(dataset).__name__}: apply the function in its "
+            "__iter__, or in collate_fn of the loader"
+        )
+    if function is None or not callable(function):
+        raise ArgumentError(f"function must be a function of one sample, found {function!r}")
+    check_function("function", function)
+    return MapDataset(dataset, function)
+
+
+class MapDataset(Dataset[Any]):
+    """What `map` returns: a map-style dataset with the length of `dataset`.
+
+    Attributes:
+        dataset, function: as they were given.
+    """
+
+    def __init__(self, dataset: Any, function: Callable[[Any], Any]) -> None:
+        self.dataset = dataset
+        self.function = function
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.function(self.dataset[index])
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None or type(self).__getitem__ is not MapDataset.__getitem__:
+            return [self[index] for index in indices]
+        return [self.function(sample) for sample in many(indices)]
+
+    def __repr__(self) -> str:
+        return f"map({self.dataset!r}, {getattr(self.function, '__qualname__', self.function)})"
+
+    def prefetch(self, indices: list[Any]) -> None:
+        """Start reading these samples: for the `prefetch(indices)` of a dataset that holds this one."""
+        view_of(self.dataset).prefetch(list(indices))
+
+    def _view(self) -> MapView:
+        """See `fastload.datasets.wrappers`."""
+        return MapView(view_of(self.dataset), self.function)
+
+
+def cached(dataset: Dataset[Any], cache: Cache | str | os.PathLike[str]) -> CachedDataset:
+    """Keep the samples of a deterministic map-style dataset in `cache`.
+
+    Apply random augmentation after the cache; otherwise every epoch repeats the first one.
+
+    Example::
+
+        import torch
+        from fastload import Cache, DataLoader, cached
+
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1000
+
+            def __getitem__(self, index):
+                return torch.tensor(index) ** 2
+
+        dataset = cached(Squares(), Cache("/ssd/cache", "decoded"))
+        for batch in DataLoader(dataset, batch_size=256, num_workers=2):
+            batch.shape  # (256,)
+
+    Args:
+        dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
+            lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle, under
+            keys that describe all that the dataset holds: its class, the code of its methods, its length and
+            attributes, nested datasets and transforms, arrays and tensors by content. A path counts as text:
+            its file is not read. If it has an attribute `__fingerprint__`, a text, that stands for all of
+            it: the same text and index then mean the same sample.
+        cache: a `Cache`, or the path of one. Its mode is part of the keys, no more, and "auto" is "raw"; only
+            "dct" is refused.
+
+    Raises:
+        ArgumentError: the cache's mode is "dct"; the dataset has no length; or it holds an object that cannot
+            be described, such as an open file or a lock, and has no `__fingerprint__`. When read: a sample
+            cannot be stored.
+    """
+    kept_in = as_cache(cache)
+    if kept_in is None:
+        raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
+    if not kept_in.codec.keeps_samples:
+        raise ArgumentError(
+            f"cache mode {kept_in.mode!r} is for the encoded images of fastload's datasets, and cached() "
+            "keeps samples: leave mode= out, or give 'raw'"
+        )
+    check_dataset(dataset)
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"dataset must be map-style (__getitem__ and __len__), found {type(dataset).__name__}"
+        )
+    fingerprint = own_text(dataset, "dataset")
+    if fingerprint is None:
+        fingerprint = f"{indexed_length(dataset)} {describe(dataset, 'dataset')}"
+    return CachedDataset(dataset, kept_in, fingerprint)
+
+
+class CachedDataset(Dataset[Any]):
+    """What `cached` returns: a map-style dataset over `dataset`, with the same length."""
+
+    def __init__(self, dataset: Dataset[Any], cache: Cache, fingerprint: str) -> None:
+        self.dataset = dataset
+        self.cache = cache
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        index = self._checked(index)
+        key = self._key(index)
+        with self.counters.timed("cache"):
+            record = self.cache.read(key)
+        if record is not None:
+            try:
+                return load(record)
+            except DecodeError:
+                self.cache.counters.add("cache.corrupt")  # a miss: the sample is made and written again
+        sample = self.dataset[index]
+        try:
+            self.cache.write(key, dump(sample))
+        except ArgumentError as error:
+            error.key = index
+            raise
+        return sample
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Start reading what `dataset` needs for those samples that the cache does not have."""
+        view = view_of(self.dataset)
+        if not view.reads_ahead:
+            return
+        checked = [self._checked(index) for index in indices]
+        absent = [index for index in checked if not self.cache.has(self._key(index))]
+        if absent:
+            view.prefetch(absent)
+
+    def _checked(self, index: Any) -> int:
+        return check_index(index, len(self), "samples")
+
+    def _key(self, index: int) -> bytes:
+        return self.cache.key("cached", self.fingerprint, str(index))
+
+    def _cache_keys(self, index: int) -> list[bytes]:
+        """Return the key under which the cache has a sample, as of a `StoreDataset`."""
+        return [self._key(self._checked(index))]
+
+    def _flush_cache(self) -> None:
+        """See `CacheFilling`."""
+        self.cache.flush()
+
+    def close(self) -> None:
+        """Write the cache and close it; the next access opens it again."""
+        self.cache.close()
+
+    @property
+    def counters(self) -> Counters:
+        """The cache's counters in this process."""
+        return self.cache.counters
+
 
 _TORCH = (Subset, ConcatDataset, StackDataset)
 # From then on the samples are tried one after the other: almost all are left out, or there is only one.
@@ -42,7 +253,7 @@ _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among th
 
 
 def view_of(dataset: Any) -> View:
-    """The view of any map-style dataset, as far as it can be seen into."""
+    """Return the view of any map-style dataset, as far as it can be seen into."""
     if isinstance(dataset, StoreDataset):
         return StoreView(dataset)
     home = _home(type(dataset))
@@ -58,12 +269,12 @@ def view_of(dataset: Any) -> View:
 
 
 def _home(kind: type) -> type | None:
-    """The class that says what a dataset is made of: one of torch's, or one with a `_view`."""
+    """Return the class that says what a dataset is made of: one of torch's, or one with a `_view`."""
     return next((cls for cls in kind.__mro__ if cls in _TORCH or "_view" in vars(cls)), None)
 
 
 def _overriding_method(dataset: Any, home: type) -> str | None:
-    """The method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
+    """Return the method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
     mro = type(dataset).__mro__
     if any("prefetch" in vars(cls) for cls in mro[: mro.index(home)]) and _offers_prefetch(dataset):
         return "prefetch"
@@ -84,7 +295,7 @@ def _view_by(home: type, dataset: Any) -> View:
 
 
 def _offers_prefetch(dataset: Any) -> bool:
-    """Whether a dataset has a method `prefetch(indices)`. With another signature it is something else."""
+    """Return whether a dataset has a method `prefetch(indices)`; another signature is something else."""
     method = getattr(type(dataset), "prefetch", None)
     if not callable(method) or isinstance(dataset, IterableDataset):
         return False
@@ -110,7 +321,7 @@ class InnerDataset(NamedTuple):
 
 
 def inner_datasets(dataset: Any) -> list[InnerDataset]:
-    """The datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
+    """Return the datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
 
     Looks at the attributes of datasets, and at the items of lists, tuples and dicts among these. It runs no
     code of the user: properties are left alone. What is no dataset is not looked into.
@@ -136,7 +347,7 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
 
 
 def fastload_datasets(dataset: Any) -> list[Any]:
-    """`dataset` itself if it is one of fastload's, and those that it holds."""
+    """Return `dataset` itself if it is one of fastload's, and those that it holds."""
     own = [dataset] if isinstance(dataset, CacheFilling) else []
     found = [*own, *view_of(dataset).leaves(), *(inner.dataset for inner in inner_datasets(dataset))]
     return list({id(one): one for one in found}.values())
@@ -150,7 +361,7 @@ def start_epoch(datasets: list[Any], epoch: int) -> None:
 
 
 def _is_dataset(value: Any) -> bool:
-    """Whether it is a dataset, or an object with attributes that looks like one of map style."""
+    """Return whether it is a dataset, or an object with attributes that looks like one of map style."""
     kind = type(value)
     if issubclass(kind, Dataset):
         return True
@@ -160,7 +371,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
+    """Return (name, value) of its attributes, and of the items of short lists, tuples and dicts in them."""
     attributes: dict[str, Any] = {}
     with contextlib.suppress(AttributeError):  # a class with __slots__ alone
         attributes |= object.__getattribute__(holder, "__dict__")
@@ -177,7 +388,8 @@ def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
-    """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
+    """Return the samples that may stand in the place of `index`, the first choice first; there is no end of
+    them.
 
     They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
     So one more sample that is left out changes no choice but the choice of that sample. A sample stands in

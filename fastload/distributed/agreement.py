@@ -46,7 +46,7 @@ _numbers = itertools.count()  # of the loaders of this process; one loader has o
 
 
 def can_agree() -> bool:
-    """Whether the ranks of this job have a store in common: torch.distributed is initialized."""
+    """Return whether the ranks of this job have a store in common: torch.distributed is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -126,7 +126,7 @@ class Ranks:
         }
 
     def all_gather(self, answer: Any) -> list[Any]:
-        """The answers of all ranks, by rank. Removes from the store the tables that `exchange` has sent."""
+        """Return the answers of all ranks. Remove from the store the tables that `exchange` has sent."""
         self._post(f"answer/{self.rank}", json.dumps(answer).encode())
         answers = [
             json.loads(self._wait(rank, "answer", "to take over record offsets"))
@@ -148,7 +148,7 @@ class Ranks:
         self._store.set(f"at/{self.rank}", b"%d 1" % batches)
 
     def any_has_more(self, batches: int) -> bool:
-        """Whether another rank has more batches than this. Waits until that is certain.
+        """Return whether another rank has more batches than this. Waits until that is certain.
 
         Raises:
             WorkerError: a rank did not publish its progress in time.
@@ -207,7 +207,7 @@ class _Clock:
 
 
 def agree_on_namespace(store: Any, rank: int, ranks: int) -> str:
-    """A name that all ranks of this start of the job have in common, and no earlier start.
+    """Return a name that all ranks of this start of the job have in common, and no earlier start.
 
     torchrun may keep one store over its restarts, which still holds keys written by ranks that died. So each
     rank writes a random word, and rank 0 answers under that word with the name.
@@ -233,7 +233,7 @@ def agree_on_namespace(store: Any, rank: int, ranks: int) -> str:
 
 
 def _default_store() -> Any:
-    """The key-value store of torch.distributed, for which there is no public name."""
+    """Return the key-value store of torch.distributed, for which there is no public name."""
     if not can_agree():
         raise ArgumentError(
             "the samples are not indexed yet, so the ranks must agree on the shards of each rank, and "
@@ -270,14 +270,14 @@ class Job(NamedTuple):
     restarts: int
 
     def first(self, name: str, text: str) -> str:
-        """What the first rank of the job has said under this name; it is `text` if this is the first."""
+        """Return what the first rank of the job has said under this name: `text`, if this is the first."""
         if not _has_store():
             return text
         return str(default_store().compare_set(f"fastload/{self.word}/{name}", "", text).decode())
 
 
 def find_job() -> Job | None:
-    """The job that this process is a rank of; None where it is alone, or nothing tells who the others are."""
+    """Return the job that this process is a rank of; None where it is alone, or nothing tells the others."""
     with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
         rank, ranks = find_rank()
         # A worker has the environment of its rank, and would be taken for it.
@@ -294,25 +294,25 @@ def _has_store() -> bool:
 
 
 def _starter() -> str:
-    """The process that started this one, and what it said about the job; "" if it is gone."""
+    """Return the process that started this one, and what it said about the job; "" if it is gone."""
     parent = _process(os.getppid())
     return f"{parent} {launched_as()}" if parent else ""
 
 
 @cache
 def this_process() -> str:
-    """A name that no other process has, on any machine."""
+    """Return a name that no other process has, on any machine."""
     return _process(os.getpid())
 
 
 def is_alive(process: str) -> bool:
-    """Whether the process of this name may still run: one of another machine may."""
+    """Return whether the process of this name may still run: one of another machine may."""
     machine, _, rest = process.rpartition(":")
     return machine != _machine() or _process(int(rest.partition("-")[0])) == process
 
 
 def _process(number: int) -> str:
-    """The name of a process of this machine; "" if there is none."""
+    """Return the name of a process of this machine; "" if there is none."""
     try:
         # The name of the program, in brackets, may have spaces and brackets of its own.
         state, *fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -64,7 +64,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def find_rank() -> tuple[int, int]:
-    """(rank, number of ranks) of this process, from torch.distributed or from its launcher; else (0, 1).
+    """Return (rank, number of ranks) of this process, by torch.distributed or its launcher; else (0, 1).
 
     Raises:
         ArgumentError: a launcher's variables are not integers.
@@ -75,17 +75,17 @@ def find_rank() -> tuple[int, int]:
 
 
 def find_launched(rank: int, replicas: int) -> Iterator[Launched]:
-    """The launchers' facts about this rank. Facts about another rank were inherited, and are left out."""
+    """Return the launchers' facts about this rank, without inherited ones about another rank."""
     return (said for said in _said(strict=False) if (said.rank, said.replicas) == (rank, replicas))
 
 
 def local_ranks() -> int:
-    """The number of ranks of this job on this node; 1 where no launcher tells it."""
+    """Return the number of ranks of this job on this node; 1 where no launcher tells it."""
     return known_local_ranks() or 1
 
 
 def known_local_ranks() -> int | None:
-    """The number of ranks of this job on this node; None where there are several and no launcher tells."""
+    """Return the number of ranks of this job on this node; None where no launcher tells of several."""
     with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
         for said in find_launched(*find_rank()):
             if said.local_ranks:
@@ -99,17 +99,17 @@ def known_local_ranks() -> int | None:
 
 
 def launched_as() -> str:
-    """What the launcher says about the job as a whole: the same for all of its ranks."""
+    """Return what the launcher says about the job as a whole: the same for all of its ranks."""
     return " ".join(f"{name}={os.environ[name]}" for name in _OF_THE_JOB if name in os.environ)
 
 
 def restarts() -> int:
-    """How often torchrun has started all ranks of this job again."""
+    """Return how often torchrun has started all ranks of this job again."""
     return _number(_RESTARTS) or 0
 
 
 def cores_of_rank() -> int | None:
-    """The number of cores that SLURM gives this rank alone; None where it does not tell."""
+    """Return the number of cores that SLURM gives this rank alone; None where it does not tell."""
     with contextlib.suppress(ArgumentError):
         rank = find_rank()
         for said in _from_environment(_SLURM, strict=False):
@@ -119,7 +119,7 @@ def cores_of_rank() -> int | None:
 
 
 def _said(*, strict: bool) -> Iterator[Launched]:
-    """The facts of each launcher, the innermost first. `strict`: variables that are not integers raise."""
+    """Yield the facts of each launcher, the innermost first; `strict`: raise where one is no integer."""
     for names in (_TORCHRUN, _HOROVOD, _OPEN_MPI):
         yield from _from_environment(names, strict)
     # A Ray worker inherits the variables of the node's daemon, and they describe the daemon.
@@ -157,14 +157,14 @@ def _with_slurms_nodes(said: Launched) -> Launched:
 
 
 def _of_node(counts: str, node: int) -> int | None:
-    """The ranks of a node in SLURM's "4(x2),3"; None for another text, or if the node is not in the list."""
+    """Return the ranks of a node in SLURM's "4(x2),3"; None for another text, or an unlisted node."""
     for part in counts.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return None
-        times = int(found[2] or 1)
+        times = int(match[2] or 1)
         if node < times:
-            return int(found[1])
+            return int(match[1])
         node -= times
     return None
 

@@ -52,15 +52,18 @@ class Source(Protocol):
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
         """Return the ranges to read side by side; empty where the sample is read by one request."""
+        return []
 
     def read(self, index: int, wait: Wait) -> Buffer:
         """Return the sample's bytes, by one request. `wait` as in `Store.read`."""
 
     def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
         """Return the bytes of one of its ranges."""
+        raise RuntimeError("the sample has no ranges")
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
+        raise error
 
 
 class ObjectSource:
@@ -171,7 +174,7 @@ class Read:
 
     @property
     def is_over(self) -> bool:
-        """It has ended, or was cancelled before it was begun."""
+        """Return whether it has ended, or was cancelled before it was begun."""
         return self.done or (self.wanted <= 0 and not self.started)
 
 

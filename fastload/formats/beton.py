@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.compression import hint
-from fastload.formats.packed import as_array
+from fastload.formats.mds import as_array
+from fastload.formats.pieces import hint
 
 _VERSION = 2
 _HEADER = np.dtype(

@@ -1,6 +1,6 @@
 """LitData's chunks: their index.json, the structure of a sample, and the values of its leaves.
 
-    chunk    table of offsets (`formats.packed`) | samples; or frames of zstd, see `formats.compression`
+    chunk    table of offsets (`formats.mds`) | samples; or frames of zstd, see `formats.pieces`
     sample   uint32 size of each leaf | the leaves, in the order of "data_format" in index.json
 
 The formats of leaves are those of litdata 0.2.76 (litdata/streaming/serializers.py). Sizes inside a value are
@@ -29,9 +29,8 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.compression import FRAMED, FRAMED_HEAD, framed_size
-from fastload.formats.packed import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
-from fastload.formats.pieces import Offsets
+from fastload.formats.mds import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
+from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets, framed_size
 
 _IMAGES = ("jpeg", "image")
 

@@ -3,7 +3,7 @@
     "fastsmpl" | version | rank |   frame | frame | ...
     frame    kind | size of the body | checksum | body
     "R"      a run begins or resumes: JSON {"run_step", "time", "world_size"}
-    "S"      a step: run step, epoch, step | rows | bytes of an index | indices | witnesses (uint64)
+    "S"      a step: run step, epoch, step | rows | bytes of an index | indices | fingerprints (uint64)
 
 The run step counts the steps since the run began, over its resumes. A run that resumes makes some steps
 again: what stands before its "R" with that run step or a later one is void. A process that was killed may
@@ -86,14 +86,14 @@ class LoggedStep(NamedTuple):
         run_step: see above.
         epoch, step: see above.
         indices: of the samples in the dataset.
-        witnesses: see `fastload.workers.witness`.
+        fingerprints: see `fastload.workers.protocol`.
     """
 
     run_step: int
     epoch: int
     step: int
     indices: NDArray[np.int64]
-    witnesses: NDArray[np.uint64]
+    fingerprints: NDArray[np.uint64]
 
     def dump(self) -> bytes:
         """As a frame."""
@@ -101,7 +101,7 @@ class LoggedStep(NamedTuple):
         small = bool(len(indices)) and indices.min() >= -(2**31) and indices.max() < 2**31
         width = 4 if small else 8
         head = _STEP.pack(self.run_step, self.epoch, self.step, len(indices), width)
-        body = head + indices.astype(f"<i{width}").tobytes() + self.witnesses.astype("<u8").tobytes()
+        body = head + indices.astype(f"<i{width}").tobytes() + self.fingerprints.astype("<u8").tobytes()
         return _framed(b"S", body)
 
     @classmethod
@@ -123,8 +123,8 @@ class LoggedStep(NamedTuple):
                 f"{count:,} rows and {width} bytes an index: fastload writes no such step"
             )
         indices = np.frombuffer(body, f"<i{width}", count, start).astype(np.int64)
-        witnesses = np.frombuffer(body, "<u8", count, start + count * width).astype(np.uint64)
-        return cls(run_step, epoch, step, indices, witnesses)
+        fingerprints = np.frombuffer(body, "<u8", count, start + count * width).astype(np.uint64)
+        return cls(run_step, epoch, step, indices, fingerprints)
 
 
 def header(rank: int) -> bytes:

@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import hint, is_tar
-from fastload.formats.pieces import Offsets, Record, Sink, Splitter, check_offsets, too_large
+from fastload.formats.pieces import Offsets, Record, Sink, Splitter, check_offsets, hint, is_tar, too_large
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)

@@ -33,8 +33,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import HEAD, hint, masked_crc
-from fastload.formats.pieces import Offsets, Record, Sink, Splitter, check_offsets, too_large
+from fastload.formats.pieces import (
+    HEAD,
+    Offsets,
+    Record,
+    Sink,
+    Splitter,
+    check_offsets,
+    hint,
+    masked_crc,
+    too_large,
+)
 
 HEADER = 12
 FOOTER = 4
@@ -143,12 +152,12 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 def check_spec(features: Spec) -> None:
     """Raise `ArgumentError` unless `features` is a spec."""
     if not isinstance(features, Mapping) or not features:
-        raise ArgumentError(f"features must be a dict of name: type, found {features!r}")
+        raise ArgumentError(f"fields must be a dict of name: type, found {features!r}")
     for name, wanted in features.items():
         one = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
         if not isinstance(name, str) or not isinstance(one, type) or one not in _KINDS:
             raise ArgumentError(
-                f"features[{name!r}] must be bytes, str, int, float, or a list of one of these such as "
+                f"fields[{name!r}] must be bytes, str, int, float, or a list of one of these such as "
                 f"[int], found {wanted!r}"
             )
 
@@ -212,7 +221,7 @@ def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
         raise DecodeError(f"feature {name!r} is a list of {_NAMES[number]}, not of {kind.__name__}")
     if not several and len(values) != 1:
         raise DecodeError(
-            f"feature {name!r} has {len(values)} values, but features= says one; "
+            f"feature {name!r} has {len(values)} values, but fields= says one; "
             f"[{kind.__name__}] takes any number"
         )
     if kind is str:

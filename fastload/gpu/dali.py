@@ -43,15 +43,15 @@ _ENDED = (RuntimeError, StopIteration)
 
 @dataclass(frozen=True)
 class Dali:
-    """`decode=Dali(...)`: decode with NVIDIA DALI and other settings than those of `decode="dali"`.
+    """`decoder=Dali(...)`: decode with NVIDIA DALI and other settings than those of `decoder="dali"`.
 
     Example (not run: it needs a GPU, and has not run on one yet)::
 
         from fastload import Dali, DataLoader, ImageFolder, RandomResizedCrop
 
         dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache="/ssd/cache")
-        decode = Dali(hw_decoder_load=0.9, queue_depth=3)
-        loader = DataLoader(dataset, batch_size=256, num_workers=4, device="cuda", decode=decode)
+        decoder = Dali(hw_decoder_load=0.9, queue_depth=3)
+        loader = DataLoader(dataset, batch_size=256, num_workers=4, device="cuda", decoder=decoder)
 
     Args:
         hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU decode
@@ -274,7 +274,7 @@ class DaliDecoder(ImageDecoder):
 
     def _give_up(self, error: Exception) -> None:
         failure = FastloadError(
-            f"DALI has failed {self._unexplained} times in a row on sound images. Use decode='cpu'; "
+            f"DALI has failed {self._unexplained} times in a row on sound images. Use decoder='cpu'; "
             f"DALI's error: {_last_words(error)}",
             stage="decode",
         )

@@ -1,8 +1,8 @@
 """The decoder of a loader's images: its workers, or a decoder in the trainer's process.
 
-    decode="cpu"    the workers; there is no `Decoding`
-    decode="dali"   workers send encoded images, and DALI turns them into pixels
-    decode="torch"  as these, for the records of a cache in mode "dct"
+    decoder="cpu"    the workers; there is no `Decoding`
+    decoder="dali"   workers send encoded images, and DALI turns them into pixels
+    decoder="torch"  as these, for the records of a cache in mode "dct"
 
 The choice changes neither the samples of a batch nor their crops. Pixels differ a little between decoders:
 tests/unit/test_dali.py says how little. Two ways were rejected. nvJPEG by torchvision or TorchCodec takes
@@ -30,8 +30,8 @@ from fastload.metrics.counters import BadSamples, Counters
 _CHOICES = ("cpu", "dali", "torch")
 
 
-def check_decode(decode: Any, dataset: Any, device: torch.device | None, default_batches: bool) -> None:
-    """Check the argument `decode` of a loader.
+def check_decoder(decoder: Any, dataset: Any, device: torch.device | None, default_batches: bool) -> None:
+    """Check the argument `decoder` of a loader.
 
     Args:
         default_batches: torch's default_collate makes batches of `batch_size` samples.
@@ -39,10 +39,10 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
     Raises:
         ArgumentError: the value is invalid, or does not fit the other arguments.
     """
-    refuse_class("decode", decode)
-    if not isinstance(decode, Dali) and decode not in _CHOICES:
-        raise ArgumentError(f"decode must be one of {_CHOICES} or a fastload.Dali, found {decode!r}")
-    if decode == "cpu":
+    refuse_class("decoder", decoder)
+    if not isinstance(decoder, Dali) and decoder not in _CHOICES:
+        raise ArgumentError(f"decoder must be one of {_CHOICES} or a fastload.Dali, found {decoder!r}")
+    if decoder == "cpu":
         return
     rows = view_of(dataset).encoded()
     if rows is None:
@@ -53,11 +53,11 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
     elif not default_batches:
         why = "it needs batches by torch's default_collate: leave out collate_fn and batch_size=None"
     else:
-        why = rows.why_not_encoded("dali" if isinstance(decode, Dali) else decode)
-    if why is None and decode != "torch":
+        why = rows.why_not_encoded("dali" if isinstance(decoder, Dali) else decoder)
+    if why is None and decoder != "torch":
         why = why_no_dali()
     if why is not None:
-        raise ArgumentError(f"decode={decode!r} does not work here: {why}")
+        raise ArgumentError(f"decoder={decoder!r} does not work here: {why}")
 
 
 class _Started:
@@ -71,14 +71,14 @@ class Decoding:
     """The decoding of one loader in the trainer's process. Lives as long as the loader; used by one thread.
 
     Args:
-        decode: checked by `check_decode`; not "cpu".
+        decoder: checked by `check_decoder`; not "cpu".
         device: of the pixels; None is the CPU.
         on_error, counters, bad: the loader's.
     """
 
     def __init__(
         self,
-        decode: str | Dali,
+        decoder: str | Dali,
         device: torch.device | None,
         *,
         on_error: str,
@@ -86,8 +86,8 @@ class Decoding:
         bad: BadSamples,
     ) -> None:
         self._device = device or torch.device("cpu")
-        self._options = decode if isinstance(decode, Dali) else Dali()
-        self._name = "dali" if isinstance(decode, Dali) else decode
+        self._options = decoder if isinstance(decoder, Dali) else Dali()
+        self._name = "dali" if isinstance(decoder, Dali) else decoder
         self._on_error = on_error
         self._counters, self._bad = counters, bad
         self._decoder: ImageDecoder | None = None
@@ -139,4 +139,4 @@ class Decoding:
                 return TorchDctDecoder(device, self._on_error, self._counters, self._bad)
             return DaliDecoder(device, self._on_error, self._counters, self._bad, self._options)
         except (ImportError, OSError, RuntimeError) as error:
-            raise FastloadError(f"decode={self._name!r} cannot start: {error}", stage="decode") from error
+            raise FastloadError(f"decoder={self._name!r} cannot start: {error}", stage="decode") from error

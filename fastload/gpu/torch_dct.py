@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.formats.jpeg_records import DCT_MAGIC
+from fastload.formats.jpeg import DCT_MAGIC
 from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, to_device
 

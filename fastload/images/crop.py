@@ -10,6 +10,7 @@ loader.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.arguments import check_channels, check_size
-from fastload.images.by_epoch import all_transforms
 from fastload.images.dct import Unindexed
 from fastload.images.decode import MAX_PIXELS, find_format, open_image
-from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, kernel, threads
+from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, threads
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
+
+
+LARGEST_SIDE = 8192  # side of a result
 
 
 class CropBox(NamedTuple):
@@ -116,6 +118,7 @@ class Crop(ABC):
     clamp: bool
     fills_rows = True
     draws = True
+    _max_pixels = MAX_PIXELS  # of an image; a larger one is refused before it is decoded
 
     def __init__(
         self,
@@ -124,16 +127,12 @@ class Crop(ABC):
         interpolation: str = "bilinear",
         channels: int = 3,
         channels_last: bool,
-        max_pixels: int,
         strict: bool,
     ) -> None:
         self.height, self.width = check_size(size)
         self.interpolation = interpolation
         self.channels = check_channels(channels)
         self.channels_last = channels_last
-        if not isinstance(max_pixels, int) or max_pixels < 1:
-            raise ArgumentError(f"max_pixels must be a positive integer, not {max_pixels!r}")
-        self.max_pixels = max_pixels
         self.strict = strict
 
     @property
@@ -293,11 +292,11 @@ class Crop(ABC):
         if hasattr(image, "convert"):  # a PIL image
             image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         if self.interpolation == "nearest":
-            source: Source = open_values(image, self.channels, self.max_pixels, self.strict)
+            source: Source = open_values(image, self.channels, self._max_pixels, self.strict)
             height, width = source.shape[:2]
         else:
             open_source = open_image if self.channels == 3 else open_grey
-            source, width, height = open_source(image, self.max_pixels, self.strict)
+            source, width, height = open_source(image, self._max_pixels, self.strict)
         if first is None or first == (width, height):
             return source, width, height, _noted(self.box_for(width, height, rng), rng)
         if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
@@ -354,7 +353,7 @@ class Crop(ABC):
         law = None if _notes.get() is not None else self.box_law
         if law is None:
             return RowJob(rows.tolist(), None)
-        options = pixels, self.channels_last, self.clamp, self.max_pixels, self.strict
+        options = pixels, self.channels_last, self.clamp, self._max_pixels, self.strict
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
@@ -367,7 +366,7 @@ class Crop(ABC):
         size = out.shape[1:3] if self.channels_last else out.shape[2:4]
         into = np.empty((len(out), 3, *size), np.uint8) if grey else out
         failures = active().crop_resize(
-            into, items, self.channels_last and not grey, self.clamp, self.max_pixels, self.strict
+            into, items, self.channels_last and not grey, self.clamp, self._max_pixels, self.strict
         )
         if grey:  # the kernel makes RGB of it, with three equal channels
             written = [item[0] for item in items]
@@ -416,7 +415,6 @@ class Crop(ABC):
         shown = f", interpolation={self.interpolation!r}" if self.interpolation != "bilinear" else ""
         shown += f", channels={self.channels}" if self.channels != 3 else ""
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
-        shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
 
 
@@ -444,17 +442,30 @@ def _decoders(process: int, count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "fastload-decode")
 
 
-def made_by_kernel(transform: Any) -> bool:
-    """Return whether the kernel makes the whole result in every epoch, and no code of the user's does."""
-    return kernel is not None and all(
-        isinstance(one, Crop)
-        and type(one).__module__.startswith("fastload.")
-        and one.fills_rows
-        and not one.own_values
-        for one in all_transforms(transform)
-    )
+# --- arguments
 
 
-def is_fused(transform: Any) -> bool:
-    """Return whether it is one of the crops, or has one in some epoch."""
-    return any(isinstance(one, Crop) for one in all_transforms(transform))
+def check_size(size: int | Sequence[int]) -> tuple[int, int]:
+    sides = [whole_side(side) for side in size] if isinstance(size, Sequence) else [whole_side(size)]
+    height, width = sides if len(sides) == 2 else sides * 2 if len(sides) == 1 else (None, None)
+    if height is None or width is None or not (1 <= height <= LARGEST_SIDE and 1 <= width <= LARGEST_SIDE):
+        raise ArgumentError(
+            f"size must be an int or (height, width), each from 1 to {LARGEST_SIDE}, not {size!r}"
+        )
+    return height, width
+
+
+def whole_side(number: Any) -> int | None:
+    """Return an int, also for one of numpy's; None for all else."""
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
+
+
+def check_channels(channels: Any) -> int:
+    if isinstance(channels, bool) or channels not in (1, 3):
+        raise ArgumentError(
+            f"channels must be 3 (RGB) or 1 (the image's own single channel), found {channels!r}"
+        )
+    return int(channels)

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from fastload.errors import DecodeError
-from fastload.formats.jpeg_records import index_size, used_index
+from fastload.formats.jpeg import index_size, jpeg_orientation, used_index
 from fastload.images.decode import MAX_PIXELS, find_format
-from fastload.images.headers import jpeg_orientation
 from fastload.images.kernel import Source, record_writer, row_index
 
 

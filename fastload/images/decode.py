@@ -20,8 +20,7 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.jpeg_records import DCT_MAGIC, ROWS_MAGIC
-from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
+from fastload.formats.jpeg import DCT_MAGIC, ROWS_MAGIC, exif_of, jpeg_orientation, with_orientation
 from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
 from fastload.images.kernel import Pixels, Source, active
 

@@ -23,9 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.jpeg_records import is_dct
+from fastload.formats.jpeg import is_dct, is_plain_jpeg
 from fastload.images.crop import Crop
-from fastload.images.headers import is_plain_jpeg
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
 
@@ -197,8 +196,8 @@ def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tenso
     """Decode a batch with the CPU kernel, after the device's decoder gave it up.
 
     Args:
-        on_error: as the loader's, but "replace" repeats another row of the batch, like "skip": a replacement
-            would have to be read from the store, which only workers do.
+        on_error: as the loader's, but "replace" repeats another row of the batch, like "repeat": another
+            sample would have to be read from the store, which only workers do.
 
     Returns:
         (uint8 of `encoded.shape`, (key, error) of bad images).

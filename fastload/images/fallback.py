@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fastload.formats.jpeg_records import is_record
+from fastload.formats.jpeg import is_record
 
 Image: Any
 try:

@@ -20,7 +20,7 @@ import numpy as np
 from torch import __version__ as torch_version
 
 from fastload.errors import DecodeError
-from fastload.images.headers import exif_of
+from fastload.formats.jpeg import exif_of
 from fastload.images.kernel import Pixels
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
+from fastload.formats.jpeg import jpeg_components
 from fastload.images.decode import decode_image, decode_other, find_format, is_pixels, open_image
-from fastload.images.headers import jpeg_components
 from fastload.images.kernel import Pixels, Source
 
 _LONGEST = 1 << 22  # numbers of pixels of one axis that are computed: 32 MB

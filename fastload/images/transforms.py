@@ -1,19 +1,19 @@
-"""RandomResizedCrop and CenterCrop, by torchvision's rules; `fastload.images.crop` says how they run."""
+"""RandomResizedCrop and CenterCrop, by torchvision's rules, and ByEpoch; `images.crop` says how crops run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.checks import refuse_class
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.arguments import check_flip, check_interpolation, check_range, check_resize
-from fastload.images.crop import Crop, CropBox, Size
-from fastload.images.decode import MAX_PIXELS, resized_size
-from fastload.images.kernel import BoxLaw
+from fastload.images.crop import LARGEST_SIDE, Crop, CropBox, Size, check_size, whole_side
+from fastload.images.decode import resized_size
+from fastload.images.kernel import BoxLaw, kernel
 from fastload.images.masks import nearest
 from fastload.images.rng import Rng
 
@@ -40,16 +40,14 @@ class RandomResizedCrop(Crop):
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         scale: smallest and largest share of the area.
         ratio: smallest and largest width / height.
-        interpolation: "bilinear", or "nearest" for masks, which equals Pillow's to the bit and invents no
-            value. torchvision's InterpolationMode and Pillow's 2 and 0 are accepted as the same.
-        antialias: only True is supported; None means True, as in torchvision for PIL images.
         flip: probability of a horizontal flip, like a RandomHorizontalFlip(flip) after the crop. It is drawn
             after the box; 0 draws nothing.
+        interpolation: "bilinear", or "nearest" for masks, which equals Pillow's to the bit and invents no
+            value. torchvision's InterpolationMode and Pillow's 2 and 0 are accepted as the same.
         channels: 3, RGB; or 1, the image's own single channel of 8 bits, as it is: grey values, the indices
             into a palette (class numbers), 0 and 1 of a 1-bit image. An image in colour or of 16 bits is then
             a DecodeError.
         channels_last: (H, W, channels) instead of (channels, H, W).
-        max_pixels: larger images are refused before they are decoded.
         strict: a cut JPEG, or one whose damage the decoder notices, is an error (True) or served as far as it
             goes (False).
 
@@ -64,21 +62,18 @@ class RandomResizedCrop(Crop):
         size: int | Sequence[int],
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: Any = "bilinear",
-        antialias: bool | None = True,
         *,
         flip: float = 0.0,
+        interpolation: Any = "bilinear",
         channels: int = 3,
         channels_last: bool = False,
-        max_pixels: int = MAX_PIXELS,
         strict: bool = True,
     ) -> None:
         super().__init__(
             size,
-            interpolation=check_interpolation(interpolation, antialias),
+            interpolation=check_interpolation(interpolation),
             channels=channels,
             channels_last=channels_last,
-            max_pixels=max_pixels,
             strict=strict,
         )
         self.scale = check_range("scale", scale)
@@ -144,7 +139,7 @@ class CenterCrop(Crop):
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         resize: length of the image's shorter side before the crop; the longer one is rounded down. A pair is
             (height, width), whatever the image's proportions. None: the image keeps its size.
-        interpolation, channels, channels_last, max_pixels, strict: as in RandomResizedCrop.
+        interpolation, channels, channels_last, strict: as in RandomResizedCrop.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -161,7 +156,6 @@ class CenterCrop(Crop):
         interpolation: Any = "bilinear",
         channels: int = 3,
         channels_last: bool = False,
-        max_pixels: int = MAX_PIXELS,
         strict: bool = True,
     ) -> None:
         super().__init__(
@@ -169,7 +163,6 @@ class CenterCrop(Crop):
             interpolation=check_interpolation(interpolation),
             channels=channels,
             channels_last=channels_last,
-            max_pixels=max_pixels,
             strict=strict,
         )
         self.resize = check_resize(resize)
@@ -236,3 +229,135 @@ def _cut(length: int, size: int) -> tuple[int, int, int]:
     if length < size:
         return (size - length) // 2, 0, length
     return 0, round((length - size) / 2), size
+
+
+class ByEpoch:
+    """Transforms that change at given epochs, as in `ByEpoch({0: RandomResizedCrop(128), 18: ...})`.
+
+    Example::
+
+        from fastload import ByEpoch, DataLoader, ImageFolder, RandomResizedCrop
+
+        sizes = ByEpoch({0: RandomResizedCrop(128), 18: RandomResizedCrop(224), 30: RandomResizedCrop(288)})
+        loader = DataLoader(ImageFolder("s3://bucket/train", sizes), batch_size=256, num_workers=8)
+        next(iter(loader))[0].shape  # (256, 3, 128, 128) in epochs 0 to 17
+
+    The transform in use is a function of the epoch, like a sample's randomness: a resumed loader uses the
+    right one, and persistent workers need no extra message to change it. (A size in shared memory, set by
+    the trainer, was rejected: workers make batches of the next epoch before it is set.)
+
+    fastload's datasets follow the epochs of their DataLoader: its iterations, counted from 0 and kept in its
+    state_dict(). Outside a DataLoader the epoch is 0.
+
+    Args:
+        transforms: first epoch -> transform. Epoch 0 must have one.
+
+    Raises:
+        ArgumentError: epoch 0 has none, an epoch is not an int from 0 on, or a transform is not callable.
+    """
+
+    def __init__(self, transforms: Mapping[int, Callable[[Any], Any]]) -> None:
+        if not isinstance(transforms, Mapping) or 0 not in transforms:
+            raise ArgumentError(f"transforms must be a dict with a transform for epoch 0, not {transforms!r}")
+        for epoch, transform in transforms.items():
+            if not isinstance(epoch, int) or epoch < 0:
+                raise ArgumentError(f"an epoch must be an integer from 0 on, not {epoch!r}")
+            refuse_class(f"the transform from epoch {epoch}", transform)
+            if not callable(transform):
+                raise ArgumentError(f"the transform from epoch {epoch} must be callable, not {transform!r}")
+        self.transforms = dict(sorted(transforms.items()))
+        self.current = self.transforms[0]
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which all samples are from now on."""
+        self.current = transform_at(self, epoch)
+
+    def __call__(self, sample: Any) -> Any:
+        return self.current(sample)
+
+    def __repr__(self) -> str:
+        return f"ByEpoch({self.transforms!r})"
+
+
+def current_transform(transform: Any) -> Any:
+    """Return the transform in use in this epoch, also where `transform` is not a `ByEpoch`."""
+    return transform.current if isinstance(transform, ByEpoch) else transform
+
+
+def all_transforms(transform: Any) -> list[Any]:
+    """Return the transforms of all epochs."""
+    return list(transform.transforms.values()) if isinstance(transform, ByEpoch) else [transform]
+
+
+def first_epochs(transform: Any) -> list[int]:
+    """Return the epochs from which on another transform is in use."""
+    return list(transform.transforms) if isinstance(transform, ByEpoch) else [0]
+
+
+def transform_at(transform: Any, epoch: int) -> Any:
+    """Return the transform of one epoch."""
+    if not isinstance(transform, ByEpoch):
+        return transform
+    return transform.transforms[max(first for first in transform.transforms if first <= epoch)]
+
+
+def made_by_kernel(transform: Any) -> bool:
+    """Return whether the kernel makes the whole result in every epoch, and no code of the user's does."""
+    return kernel is not None and all(
+        isinstance(one, Crop)
+        and type(one).__module__.startswith("fastload.")
+        and one.fills_rows
+        and not one.own_values
+        for one in all_transforms(transform)
+    )
+
+
+def is_fused(transform: Any) -> bool:
+    """Return whether it is one of the crops, or has one in some epoch."""
+    return any(isinstance(one, Crop) for one in all_transforms(transform))
+
+
+# --- arguments
+
+
+def check_range(name: str, bounds: Sequence[float]) -> tuple[float, float]:
+    try:
+        low, high = (float(bound) for bound in bounds)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 < low <= high < math.inf:
+        raise ArgumentError(f"{name} must be (smallest, largest), both above 0, not {bounds!r}")
+    return low, high
+
+
+def check_resize(resize: Any) -> int | tuple[int, int] | None:
+    if resize is None:
+        return None
+    if isinstance(resize, Sequence) and len(resize) == 2:
+        return check_size(resize)
+    short = whole_side(resize)
+    if not (short and 1 <= short <= LARGEST_SIDE):
+        raise ArgumentError(
+            f"resize is the length of the shorter side, an int from 1 to {LARGEST_SIDE}, or "
+            f"(height, width), not {resize!r}"
+        )
+    return short
+
+
+def check_interpolation(interpolation: Any) -> str:
+    """Check torchvision's argument about the resize, as far as it asks for one that is done here."""
+    wanted = getattr(interpolation, "value", interpolation)  # InterpolationMode.BILINEAR, PIL's BILINEAR
+    known = {"bilinear": "bilinear", 2: "bilinear", "nearest": "nearest", 0: "nearest"}
+    if isinstance(wanted, bool) or not isinstance(wanted, int | str) or wanted not in known:
+        raise ArgumentError(
+            f"interpolation must be 'bilinear' or 'nearest', found {interpolation!r}. For another one give "
+            "a transform that is not fused: any callable on a PIL image, such as torchvision's "
+            "RandomResizedCrop"
+        )
+    return known[wanted]
+
+
+def check_flip(flip: Any) -> float:
+    if isinstance(flip, bool) or not isinstance(flip, int | float) or not 0 <= flip <= 1:
+        raise ArgumentError(f"flip is a probability between 0 and 1, not {flip!r}")
+    return float(flip)

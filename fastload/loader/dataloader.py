@@ -9,32 +9,28 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
+from fastload.checks import check_one_of, refuse_class
 from fastload.datasets.mixture import check_weights, new_sampler
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.views import check_dataset
+from fastload.datasets.wrappers import inner_datasets, view_of
+from fastload.errors import ArgumentError, address
 from fastload.gpu.cuda import resolve_device
-from fastload.loader.argument_checks import (
-    check_log,
-    check_own,
-    check_threads,
-    warn_of_an_empty_epoch,
-    warn_of_lone_reads,
-)
-from fastload.loader.black_box import BlackBox
-from fastload.loader.context import LoaderContext
+from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
 from fastload.loader.iterator import LoaderIterator
-from fastload.loader.stages import kernel_threads
+from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
-from fastload.order.sampler import ShardSampler
+from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
-from fastload.trace.log_writer import LogWriter
+from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, most_workers
 
@@ -42,11 +38,10 @@ if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
     from fastload.gpu.decoding import Decoding
 
-
 T_co = TypeVar("T_co", covariant=True)
 
 
-class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
+class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: it takes torch's arguments, in torch's order.
 
     Example::
@@ -61,70 +56,50 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, and
-            `stats()["autoscale"]` says why. The upper limit is this rank's share of the node's cores, less
-            one core and one more for every 16; a share of two cores or less is not reduced.
-            `loader.num_workers` is that limit, an int. The number does not change the samples or the states.
-            Without `prefetch_factor`, workers may also make up to 16 batches ahead, in 64 MB each, where
-            some batches take far longer than others.
-            A dataset that is split by worker gets the upper limit at once.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, up to this
+            rank's share of the node's cores (less one for the trainer, and one for every 16), and
+            `stats()["autoscale"]` says why. `loader.num_workers` is the upper limit. Samples and states do
+            not depend on it. Workers may then make up to 16 batches ahead, unless `prefetch_factor` is given.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU
-            (not yet run on one); one or two batches are copied ahead, during the training step, and
-            `pin_memory` has no effect. "cuda" is the current device when an iteration starts. "cpu": the same
-            path without the copy.
-        batch_transform: a function that is called with every batch in this process, for example
-            `fastload.Normalize(mean, std)`; on a GPU after the copy, during the training step. It may be
-            called for batches that are never returned. On a GPU its stream does not wait for that of the
-            training, so it must not read tensors that the training loop changes in place, such as averaged
-            weights or a learned augmentation.
-        decode: the decoder of images. "cpu": the workers decode. "dali": the device decodes (not yet run on a
-            GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators
-            for the CPU too); workers then only read, and draw the same crops and flips. A `fastload.Dali`:
-            DALI with other settings. "torch": the records of a cache in mode "dct", by torch's own
-            operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and DALI
-            needs cache mode "raw" or "shrunk", or "auto", which is then "raw". A cut JPEG
-            is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
-            cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
-            damaged image.
-        on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
+            (not yet run on one), with one or two batches copied ahead; `pin_memory` has no effect. "cpu": the
+            same path without the copy.
+        batch_transform: a function of a batch, called in this process, for example `fastload.Normalize(mean,
+            std)`; on a GPU after the copy, during the training step, on a stream of its own, so it must not
+            read tensors that the training changes in place. It may be called for batches that are never
+            returned.
+        decoder: where images are decoded. "cpu": in the workers. "dali" or a `fastload.Dali`: on the device
+            (not yet run on a GPU), by NVIDIA DALI of the extra `dali-cuda13` or `dali-cuda12`; workers then
+            only read, and draw the same crops and flips. "torch": the records of a cache in mode "dct", by
+            torch's operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and
+            may return a damaged image where "cpu" raises.
+        on_error: what to do when a sample cannot be read or decoded: "raise"; "repeat" (repeat another row of
             its batch in its place); "replace" (use another sample in its place: the same one in every run
             with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts
             and names the bad samples.
-        seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
-            function of the batch, so that neither depends on the number of workers; and the order of
-            `shuffle=True` and of torch's random samplers a function of (seed, epoch), that of a
-            `DistributedSampler` with this seed on one rank, unless a `generator` was given. It covers torch's
-            CPU generator, Python's `random` and `np.random`, not generators of GPUs. A `__getitems__` is
-            called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
-            (With None too, fastload's fused transforms do not depend on the number of workers, unless a
-            subclass of its datasets makes the samples.)
+        seed: makes all randomness of a sample a function of (seed, epoch, index), that of `collate_fn` one of
+            the batch, and the order of `shuffle=True` and torch's random samplers one of (seed, epoch),
+            unless a `generator` was given. So none depends on the number of workers. It covers torch's CPU
+            generator, Python's `random` and `np.random`. A `__getitems__` is called for one sample at a time.
+            None: workers are seeded from torch's generator, as by torch; fastload's fused transforms do not
+            depend on the number of workers then either, unless a subclass of its datasets makes the samples.
         processes: True: always have `num_workers` processes. False: where only fastload's code makes the
             samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
             it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms alone, under torch's
-            default `collate_fn`, without `worker_init_fn`, `threads` and `decode`. All threads work on the
-            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all. Batches,
-            order and randomness are the same.
+            default `collate_fn`, without `worker_init_fn`, `threads` and `decoder`. All threads work on the
+            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
             concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
-            The samples of the coming index batches are made, which then wait in memory; batches, errors and
-            `on_error` are as without threads. A `__getitems__` makes several batches at
-            the same time. With `seed=` one thread runs at a time, and another one while it waits for a read
-            of fastload's datasets; each sample gets the same random numbers as without threads. Without
-            `seed=` the threads draw from the process's generators in any order. No effect on samples that
-            fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
-        memory_limit: upper bound for all worker processes and their batches: bytes or text such as "2GB", of
-            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of the
-            node. None: no limit. The workers share it equally, and measure themselves after each batch. What
-            is read ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
-            fastload cannot give back is counted but not reduced: batches that the training keeps, the
-            dataset's own memory, `shuffle_buffer=` of shards, `threads=`. A sample that is larger than what
-            may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the
-            process that reads them. "auto" starts no more workers than it is enough for.
-
-        sample_log: a directory. Each rank appends what it is handed out, step by step and row by row, to a
-            file there ("rank-00000.samples", about 12 bytes a sample), over all runs; `fastload.prove`
-            compares two such logs. Where the file cannot be written, one warning says so, and the training
-            goes on.
+            With `seed=` one thread runs at a time, and another one while it waits for a read of fastload's
+            datasets; each sample gets the same random numbers as without threads. No effect on samples that
+            fastload writes into the batch itself, and on shard datasets, which it reads ahead.
+        memory_limit: upper bound for all worker processes of this rank and their batches: bytes or text such
+            as "2GB"; or "50%" of the memory of the machine or container, shared by the ranks of the node.
+            What is read ahead gives way first, then batches made ahead. Batches that the training keeps, the
+            dataset's own memory, `shuffle_buffer=` and `threads=` are counted but not reduced. With
+            num_workers=0: a bound for what is read ahead. `stats()["memory"]` has what is used.
+        sample_log: the path of a directory. Each rank appends what it is handed out, row by row, to a file
+            there ("rank-00000.samples", about 12 bytes a sample); `fastload.prove` compares two such logs.
+            Where the file cannot be written, one warning says so, and the training goes on.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
@@ -133,7 +108,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error, seed, threads or memory_limit has an
+        ArgumentError: device, batch_transform, decoder, on_error, seed, threads or memory_limit has an
             invalid value.
         ValueError, TypeError: as torch's.
     """
@@ -160,7 +135,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         device: str | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
-        decode: str | Dali = "cpu",
+        decoder: str | Dali = "cpu",
         on_error: str = "raise",
         seed: int | None = None,
         threads: int = 0,
@@ -168,9 +143,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         sample_log: str | os.PathLike[str] | None = None,
         processes: bool = False,
     ) -> None:
-        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
-        check_log(dataset, sample_log)
-        check_threads(dataset, threads)
+        _check_arguments(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
+        _check_log(dataset, sample_log)
+        _check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
@@ -200,28 +175,41 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self.sample_log = sample_log
         self.device = resolve_device(device)
         self.batch_transform = batch_transform
-        self.decode = decode
+        self.decoder = decoder
         self.on_error = on_error
         self.seed = seed
         self.threads = threads
         self.processes = processes
-        self.loader_context = context = LoaderContext()
+        self._context = context = LoaderContext()
         if sample_log is not None:
             context.log = LogWriter(sample_log, context.counters)
-        if decode != "cpu":
-            context.decoding = self._new_decoding(decode)
+        if decoder != "cpu":
+            context.decoding = self._new_decoding(decoder)
         self._settle_workers(auto, prefetch_factor)
+        if self.num_workers > 0:
+            self.check_worker_number_rationality()
         if not threads:
-            warn_of_lone_reads(dataset)
+            _warn_of_unprefetched(dataset)
         if drop_last:
-            warn_of_an_empty_epoch(self)
+            _warn_of_an_empty_epoch(self)
+
+    def __repr__(self) -> str:
+        length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)
+        name = type(self.dataset).__name__ + ("" if length is None else f" of {length:,} samples")
+        shown: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        if self.seed is not None:
+            shown["seed"] = self.seed
+        if self.device is not None:
+            shown["device"] = str(self.device)
+        arguments = "".join(f", {argument}={value!r}" for argument, value in shown.items())
+        return f"{type(self).__name__}({name}{arguments})"
 
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self.loader_context.position.starting(self) as start:
+        with self._context.position.starting(self) as start:
             iterator: Any = super().__iter__()
-        self.loader_context.remote_caches.start_epoch(self)  # the workers read already
+        self._context.remote_caches.start_epoch(self)  # the workers read already
         if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
             iterator.take_up(start.workers)
         return iterator
@@ -229,10 +217,16 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> Any:
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return LoaderIterator(self, self.loader_context)
+        return LoaderIterator(self, self._context)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn, as torch does, of more worker processes than cores; threads of the kernel are none."""
+        known = "_context" in self.__dict__  # not in torch's constructor, which calls this too early
+        if known and not kernel_threads(self, self._context):
+            super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the latest iteration. It counts returned batches, not prefetched ones.
+        """Return the position of the latest iteration. It counts returned batches, not prefetched ones.
 
         Example::
 
@@ -268,7 +262,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         neither has. A sampler of your
         own that draws from these generators needs a seed for each epoch, or a state.
         """
-        context = self.loader_context
+        context = self._context
         context.flush_log()
         state = context.position.state(self)
         state.history, state.exclusions = context.history.state(), context.exclusions.state()
@@ -304,7 +298,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
                 samples, another sampler, batch size, seed, generator or (where that matters) number of
                 workers.
         """
-        context = self.loader_context
+        context = self._context
         with reading_state("state_dict", "load it as state_dict() returned it"):
             state = parse_state(state_dict, "state_dict")
             context.position.load(self, state)
@@ -316,7 +310,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
-        """Counters, rates and the bottleneck of this rank's loader and its workers.
+        """Return counters, rates and the bottleneck of this rank's loader and its workers.
 
         Example::
 
@@ -338,7 +332,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".
             "decode": the decoder ("decoder").
         """
-        context = self.loader_context
+        context = self._context
         context.find_budgets(self.dataset)
         context.count_requests()
         epoch, gauges = context.meter.counters(), context.meter.gauges()
@@ -357,8 +351,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
 
-    def replay_loader(self, index: Any) -> DataLoader[T_co]:
-        """A loader like this one, of one batch, which is made in this process.
+    def _loader_of_one(self, index: Any) -> DataLoader[T_co]:
+        """Return a loader like this one, of one batch, which is made in this process.
 
         Args:
             index: the index batch; one index where this loader has batch_size=None.
@@ -373,43 +367,130 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             pin_memory=self.pin_memory,
             device=self.device,
             batch_transform=self.batch_transform,
-            decode=self.decode,
+            decoder=self.decoder,
             on_error=self.on_error,
             seed=self.seed,
         )
 
     def _settle_workers(self, auto: bool, prefetch_factor: int | None) -> None:
         """Find the upper limit of num_workers="auto", and refuse a memory limit that is too small."""
-        context, in_one_process = self.loader_context, bool(kernel_threads(self, self.loader_context))
-        if auto and not in_one_process:
+        context = self._context
+        processes = kernel_processes(kernel_threads(self, context))
+        if auto and not processes:
             self.num_workers = most_workers(self.memory_limit, self.multiprocessing_context)
         if auto and not why_fixed(self.dataset):
             context.autoscaler = Autoscaler(self.num_workers, prefetch_factor)
-        workers = 1 if in_one_process else self.num_workers
-        MemoryLimit.of(self.memory_limit, workers, self.multiprocessing_context)
+        MemoryLimit.of(self.memory_limit, processes or self.num_workers, self.multiprocessing_context)
 
-    def _new_decoding(self, decode: Any) -> Decoding:
-        from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder
+    def _new_decoding(self, decoder: Any) -> Decoding:
+        from fastload.gpu.decoding import Decoding, check_decoder  # not for loaders that need no decoder
 
         own_collate = self.collate_fn is not default_collate or self.batch_sampler is None
-        check_decode(decode, self.dataset, self.device, not own_collate)
+        check_decoder(decoder, self.dataset, self.device, not own_collate)
         encoded = view_of(self.dataset).encoded()
         if encoded is not None:
             encoded.keep_raw()
         return Decoding(
-            decode,
+            decoder,
             self.device,
             on_error=self.on_error,
-            counters=self.loader_context.counters,
-            bad=self.loader_context.bad,
+            counters=self._context.counters,
+            bad=self._context.bad,
         )
 
 
 def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
-    """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
+    """Return (sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
     mixed = new_sampler(dataset, shuffle=bool(shuffle), seed=seed)
     if mixed is not None:
         return mixed, None
     if view_of(dataset).streams() is not None:
         return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
     return None, shuffle
+
+
+# --- arguments: torch checks its own
+
+
+def _check_arguments(
+    dataset: Any,
+    batch_size: Any,
+    num_workers: Any,
+    batch_transform: Any,
+    on_error: Any,
+    seed: Any,
+    processes: Any,
+) -> None:
+    """Raise `ArgumentError` for fastload's own arguments."""
+    check_dataset(dataset)
+    check_one_of("on_error", on_error, ("raise", "repeat", "replace"))
+    if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
+        raise ArgumentError(
+            f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
+        )
+    if isinstance(batch_size, str):
+        raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
+    if isinstance(num_workers, str) and num_workers != "auto":
+        raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
+    refuse_class("batch_transform", batch_transform)
+    if not (batch_transform is None or callable(batch_transform)):
+        raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
+    if seed is not None and not isinstance(seed, int):
+        raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+    if not isinstance(processes, bool):
+        raise ArgumentError(f"processes must be True or False, found {processes!r}")
+
+
+def _check_log(dataset: Any, sample_log: Any) -> None:
+    if sample_log is None:
+        return
+    if not isinstance(sample_log, str | os.PathLike):
+        raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
+    if "://" in os.fsdecode(sample_log):
+        raise ArgumentError(f"sample_log must be a directory of this machine, found {sample_log!r}")
+    if isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"
+        )
+
+
+def _check_threads(dataset: Any, threads: Any) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
+    if threads and isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
+            "leave out threads, or make the dataset map-style"
+        )
+
+
+def _warn_of_unprefetched(dataset: Any) -> None:
+    """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
+    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
+    if lone is not None:
+        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
+        warnings.warn(
+            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
+            "time, so nothing is read ahead: from an object store this is several times slower. Give "
+            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
+            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
+            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
+            f"See {address('nothing-is-read-ahead')}",
+            stacklevel=3,
+        )
+
+
+def _warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
+    """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return
+    try:
+        samples = len(loader.sampler)  # type: ignore[arg-type]
+    except Exception:  # it has no length, or one that torch would not ask for here
+        return
+    if samples < loader.batch_size:
+        warnings.warn(
+            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
+            f"than batch_size={loader.batch_size}",
+            stacklevel=3,
+        )

@@ -17,18 +17,9 @@ from typing import Any
 
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
-from fastload.loader.context import LoaderContext
-from fastload.loader.reorder import ReorderBuffer
+from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
-from fastload.loader.schedule import Schedule
-from fastload.loader.stages import (
-    Delivery,
-    Scaling,
-    follow_exclusions,
-    new_device,
-    new_schedule,
-    new_workers,
-)
+from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_exclusions, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
 from fastload.order.position import Position
 from fastload.order.samplers import Samplers
@@ -91,7 +82,7 @@ class LoaderIterator(TorchIterator):
 
     @property
     def _workers(self) -> list[Any]:
-        """The worker processes. torch's own tests and many scripts look here."""
+        """Return the worker processes. torch's own tests and many scripts look here."""
         return self._engine.processes if hasattr(self, "_engine") else []
 
     # --- the way of a batch
@@ -121,7 +112,7 @@ class LoaderIterator(TorchIterator):
         raise StopIteration
 
     def _next_due(self) -> int | None:
-        """The work to hand over next, given out now where none is; None at the end of the epoch."""
+        """Return the work to hand over next, given out now where none is; None at the end of the epoch."""
         if not self._engine.concurrent:
             self._fill()
         while (seq := self._reorder.due()) is None:
@@ -204,7 +195,7 @@ class LoaderIterator(TorchIterator):
                 self._delivery.start(arrival)
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
-        """The batch as the user gets it. Raises what its worker, the device or the pinning raised."""
+        """Return the batch as the user gets it. Raises what its worker, the device or the pinning raised."""
         self._engine.consume(arrival.worker_id)
         try:
             arrival.reraise()
@@ -216,11 +207,11 @@ class LoaderIterator(TorchIterator):
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
-                arrival.witness = None  # a step without samples
+                arrival.fingerprint = None  # a step without samples
                 self._count(lane, arrival)
             raise
         self._give_more(lane, arrival.worker_id)
-        self._context.meter.handed_over()
+        self._context.meter.delivered()
         if self._scaling.adjust(self._schedule, len(self._reorder)):
             self._fill()
         self._count(lane, arrival)  # last, for the same reason
@@ -239,19 +230,19 @@ class LoaderIterator(TorchIterator):
 
     def _count(self, lane: int, arrival: Arrival) -> None:
         step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
-        self._context.handed_over(self._position.epoch, step, arrival.witness)
+        self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
-        self._count_left_out(substitutes)
+        self._count_exclusions(substitutes)
 
-    def _count_left_out(self, substitutes: int) -> None:
-        steps, self._position.steps_left_out = self._position.steps_left_out, 0
+    def _count_exclusions(self, substitutes: int) -> None:
+        steps, self._position.steps_skipped = self._position.steps_skipped, 0
         if substitutes:
             self._context.counters.add("left_out.samples", substitutes)
         if steps:
             self._context.counters.add("left_out.steps", steps)
 
     def _make_again(self, arrival: Arrival) -> None:
-        """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
+        """Discard what was made under older exclusions, and make it again unless it is skipped now.
 
         Now, when it is due, and not when the rules change: a worker makes no other batch before those that it
         has made leave the loader, so it could wait for ever.
@@ -277,7 +268,7 @@ class LoaderIterator(TorchIterator):
     # --- what ends before the epoch does
 
     def _retire(self, lane: int, arrival: Arrival) -> None:
-        """This stream, or this worker's part of an iterable dataset, is at its end."""
+        """End a stream, or this worker's part of an iterable dataset."""
         self._position.ended(lane, arrival.after)
         for dropped in self._reorder.drop(lane):
             self._discard(dropped)
@@ -285,7 +276,7 @@ class LoaderIterator(TorchIterator):
             self._submit()
 
     def _discard(self, arrival: Arrival) -> None:
-        """A batch that nobody waits for any more; its memory goes back."""
+        """Give back the memory of a batch that nobody waits for any more."""
         if arrival.seq >= self._first and not arrival.exhausted:
             self._engine.consume(arrival.worker_id)
         self._delivery.discard(arrival)
@@ -347,7 +338,7 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         self._position.finish()
-        self._count_left_out(0)
+        self._count_exclusions(0)
         self._context.meter.stop()
         self._context.flush_log()
         if self._context.autoscaler is not None:
@@ -359,7 +350,7 @@ class LoaderIterator(TorchIterator):
         self._context.remote_caches.end_epoch(self._context.counters)
 
     def _shutdown_workers(self) -> None:
-        """torch's own tests call this."""
+        """End the workers. torch's own tests call this."""
         if hasattr(self, "_engine"):
             self._engine.close()
 

@@ -22,16 +22,15 @@ from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamAgreement, check_streams
 from fastload.order.exclusions import Filter, Reading
-from fastload.order.history import continued
 from fastload.order.order import EpochOrder, segments_of
-from fastload.order.position import Position
-from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
+from fastload.order.position import Position, continued
+from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
 from fastload.order.state import VERSION, Coming, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
-from fastload.workers.on_error import REPLACEMENTS
-from fastload.workers.sources import load_dataset
+from fastload.workers.batch import load_dataset
+from fastload.workers.reading import REPLACEMENTS
 
 
 class Place(NamedTuple):
@@ -70,7 +69,7 @@ class IterationStart:
 
     @property
     def order_was_undone(self) -> bool:
-        """The draws of `iter(sampler)` were undone too, so that it has to be called again."""
+        """Return the draws of `iter(sampler)` were undone too, so that it has to be called again."""
         return self.drawn and self.resumed is None
 
     @contextlib.contextmanager
@@ -279,9 +278,9 @@ class LoaderPosition:
         _check(loader, samplers, state)
         check_identity(loader, self._contents.identify(loader), state)
         samplers.load(state.sampler)
-        if isinstance(samplers.stateful, DistributedSampler):
+        if samplers.dealer is not None:
             # With the sources, weights and nodes of this run.
-            own = samplers.stateful.state_dict()
+            own = samplers.dealer.state_dict()
             state = replace(state, sampler=replace(state.sampler, state=own))
         self._loaded, self._loaded_epoch = state, samplers.epoch
         self._position = self._one_seed = self._coming = None
@@ -330,21 +329,20 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
     for name in names:
         before, now = getattr(saved, name), getattr(own, name)
         not_indexed = isinstance(loader.sampler, ShardSampler) and None in (before, now)
-        free = not_indexed or samplers.mixture is not None  # which compares each source
+        free = not_indexed or not (samplers.dealer is None or samplers.dealer._checks_length)
         if before != now and not (name == "length" and free):
             since = changes_since(loader, saved) if name == "length" else ""
             raise ArgumentError(
                 f"state_dict was saved with {name} {before!r}, this loader has {now!r}{since}: "
                 f"{_ADVICE[name]}"
             )
-    sampler = samplers.stateful
-    if saved.ahead and isinstance(sampler, DistributedSampler):
-        dealt = {"nodes": sampler.place.nodes, "exchange": sampler.exchange}
-        state = saved.sampler.state
-        if not state["consumed"] and any(state[name] != value for name, value in dealt.items()):
+    if saved.ahead and samplers.dealer is not None:
+        before, now = samplers.dealer._deal(saved.sampler.state), samplers.dealer._deal()
+        if before is not None and now is not None and not before.consumed and before != now:
             raise ArgumentError(
                 f"state_dict was saved before the first batch, with later ones handed out, and this sampler "
-                f"has {dealt}: {_SAME_ORDER}; resume with the same num_nodes and exchange"
+                f"has num_nodes={now.nodes} and exchange={now.exchange}: {_SAME_ORDER}; resume with the same "
+                "num_nodes and exchange"
             )
     check_streams(loader, saved.streams)
     if saved.generators.keys() != own.generators.keys():
@@ -395,12 +393,12 @@ def reading_of(
 ) -> Reading:
     """Return how a rank reads an epoch; by default the loader's."""
     samplers, dataset = Samplers.of(loader), loader.dataset
-    sampler, samples = samplers.stateful, None
-    if isinstance(sampler, DistributedSampler):
-        samples = dataset.num_samples if samplers.mixture is not None else indexed_length(sampler.dataset)
+    sampler, column = samplers.dealer, samplers.rank if rank is None else rank
+    if sampler is not None:
         if rank is not None or replicas is not None:
             own = sampler.rank if rank is None else rank
-            sampler = sampler.at(0, 0, rank=own, replicas=replicas or sampler.num_replicas)
+            sampler = sampler._at(0, 0, rank=own, replicas=replicas or sampler.num_replicas)
+        column = sampler._column
     return Reading(
         epoch,
         functools.partial(sources_of, dataset),
@@ -408,9 +406,9 @@ def reading_of(
         functools.partial(substitutes, dataset, seed, epoch),
         REPLACEMENTS if loader.on_error == "replace" else 0,
         loader.batch_sampler is not None,
-        getattr(sampler, "column", samplers.rank if rank is None else rank),
+        column,
         replicas or samplers.replicas or 1,
-        samples,
+        None if sampler is None else sampler._length(),
         segments_of(orders),
     )
 
@@ -419,7 +417,7 @@ def orders_at(loader: Any, place: Place) -> list[EpochOrder]:
     """Return the orders of an epoch that has begun or is resumed, with the one from this place on."""
     if place.sampler is None:
         return []
-    orders: list[EpochOrder] = loader.loader_context.history.find(place.epoch)
+    orders: list[EpochOrder] = loader._context.history.find(place.epoch)
     if place.order is None:
         return orders
     return continued(orders, place.order, Samplers.of(loader))  # others may go on than those so far
@@ -431,7 +429,7 @@ def filter_of(loader: Any, position: Position, seed: int) -> Filter | None:
     Raises:
         ArgumentError: something is left out, and the samples of this epoch have no index.
     """
-    context, epoch = loader.loader_context, position.epoch
+    context, epoch = loader._context, position.epoch
     if not position.unordered:
         reading = reading_of(loader, seed, epoch, context.history.find(epoch))
         return Filter(context.exclusions, reading, position.batches)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
 
 from fastload.checks import whole_number
-from fastload.datasets.protocols import current_reader
-from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.views import current_reader
 from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
-from fastload.loader.resume import orders_at, reading_of
-from fastload.order.exclusions import Exclusions, Filter, Samples
-from fastload.order.order import EpochOrder, order_at
-from fastload.order.samplers import Samplers
+from fastload.images.rng import SampleSeeds
+from fastload.loader.context import LoaderContext
+from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, reading_of, sources_of
+from fastload.order.exclusions import Exclusions, Filter, Samples, Segment
+from fastload.order.order import EpochOrder, order_at, segments_of
+from fastload.order.sampler import indexed_length, known_length
+from fastload.order.samplers import Samplers, is_stateful
 from fastload.workers.sample_threads import GeneratorStates
 
 
@@ -71,13 +73,13 @@ class Step(NamedTuple):
 
 
 def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world_size: int | None) -> Step:
-    """The samples of a step.
+    """Return the samples of a step.
 
     Raises:
         ArgumentError: an argument is wrong, or that step cannot be known.
     """
     step, epoch, rank, world_size = _checked(loader, step, epoch, rank, world_size)
-    context, samplers = loader.loader_context, Samplers.of(loader)
+    context, samplers = loader._context, Samplers.of(loader)
     place = context.position.place(loader)
     running, begun = place.epoch, place.sampler is not None
     epoch = running if epoch is None else epoch
@@ -119,16 +121,13 @@ def _index_at(
     loader: Any, samplers: Samplers, order: EpochOrder, step: int, rank: int | None, world_size: int | None
 ) -> Any:
     """Return the index batch of a step; a bare index where the loader has batch_size=None."""
-    states, mixed = GeneratorStates(), samplers.mixture is not None
-    reader = loader.dataset.reader if mixed else None
+    states = GeneratorStates()
     try:
         with samplers.drawing():
             index = order.batch_at(samplers, loader.dataset, step, rank, world_size)
         drew = states.changed()
     finally:
         states.restore()
-        if mixed:
-            loader.dataset.reader = reader
     if drew:
         raise ArgumentError(
             f"{samplers.names} draws from the process-wide generators, so its order cannot be made again: "
@@ -145,23 +144,23 @@ def _order_of_streams(read: str) -> str:
     )
 
 
-def samples_at(loader: Any, found: Step) -> list[SampleAt]:
-    """The rows of a step. Its samples are read and made in this process, one after the other."""
-    if found.index is None:
+def samples_at(loader: Any, step: Step) -> list[SampleAt]:
+    """Return the rows of a step. Its samples are read and made in this process, one after the other."""
+    if step.index is None:
         return []
-    indices = list(found.index) if loader.batch_sampler is not None else [found.index]
+    indices = list(step.index) if loader.batch_sampler is not None else [step.index]
     states = GeneratorStates()
     try:
-        with _as_in(loader, found):
-            rows = [_sample_at(loader, found, index) for index in indices]
+        with _as_in(loader, step):
+            rows = [_sample_at(loader, step, index) for index in indices]
     finally:
         states.restore()
-    return [one._replace(row=row, replaces=found.replaces.get(row)) for row, one in enumerate(rows)]
+    return [sample._replace(row=row, replaces=step.replaces.get(row)) for row, sample in enumerate(rows)]
 
 
-def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
-    """The sample as it is made in that epoch; its row is left open."""
-    rows, seed, epoch = view_of(loader.dataset), found.seed or 0, found.epoch
+def _sample_at(loader: Any, step: Step, index: Any) -> SampleAt:
+    """Return the sample as it is made in that epoch; its row is left open."""
+    rows, seed, epoch = view_of(loader.dataset), step.seed or 0, step.epoch
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
     sample, key, error = None, None, ""
@@ -176,12 +175,12 @@ def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
         error = f"{type(caught).__name__}: {caught}"
     # Without a seed, what is drawn from the process-wide generators is not what the training had.
     known = [box for box, own in boxes if loader.seed is not None or (own and rows.writes())]
-    crop, flip = (known[0].box, known[0].flip) if known and found.seed is not None else (None, None)
+    crop, flip = (known[0].box, known[0].flip) if known and step.seed is not None else (None, None)
     return SampleAt(0, index, key, _label(sample), crop, flip, None, error)
 
 
 def _label(sample: Any) -> int | None:
-    """The label of a sample, by the usual forms."""
+    """Return the label of a sample, by the usual forms."""
     if isinstance(sample, Mapping):
         label = next((sample[name] for name in ("label", "target", "cls") if name in sample), None)
     else:
@@ -191,25 +190,24 @@ def _label(sample: Any) -> int | None:
     return int(label) if isinstance(label, numbers.Integral) else None
 
 
-def batch_at(loader: Any, found: Step) -> Any:
-    """The batch of a step, made in this process by a loader of one batch.
+def batch_at(loader: Any, step: Step) -> Any:
+    """Return the batch of a step, made in this process by a loader of one batch.
 
     Raises:
         ArgumentError: the step is skipped, or random numbers of its samples are not known.
     """
-    if found.index is None:
+    if step.index is None:
         raise ArgumentError("that step is skipped: it has no batch")
-    if found.seed is None:
+    if step.seed is None:
         raise ArgumentError(
-            f"epoch {found.epoch} has not begun, and its randomness is drawn then: give the DataLoader a "
-            "seed="
+            f"epoch {step.epoch} has not begun, and its randomness is drawn then: give the DataLoader a seed="
         )
-    again = loader.replay_loader(found.index)
-    again.loader_context.position.replay(found.epoch, found.seed)
-    again.loader_context.exclusions = Exclusions(found.excluded)
+    again = loader._loader_of_one(step.index)
+    again._context.position.replay(step.epoch, step.seed)
+    again._context.exclusions = Exclusions(step.excluded)
     states = GeneratorStates()
     try:
-        with _as_in(loader, found):
+        with _as_in(loader, step):
             (batch,) = again
         drew = loader.seed is None and states.changed()
     finally:
@@ -223,12 +221,12 @@ def batch_at(loader: Any, found: Step) -> Any:
 
 
 @contextlib.contextmanager
-def _as_in(loader: Any, found: Step) -> Iterator[None]:
-    """Inside, the datasets are in that epoch, and what is read does not count as read ahead."""
+def _as_in(loader: Any, step: Step) -> Iterator[None]:
+    """Put the datasets into that epoch; what is read inside does not count as read ahead."""
     datasets = fastload_datasets(loader.dataset)
-    running, _ = loader.loader_context.position.running(loader)
+    running, _ = loader._context.position.running(loader)
     token = current_reader.set(object())
-    start_epoch(datasets, found.epoch)
+    start_epoch(datasets, step.epoch)
     try:
         yield
     finally:
@@ -249,3 +247,251 @@ def _checked(
     if world_size is not None and not 0 <= (0 if rank is None else rank) < world_size:
         raise ArgumentError(f"rank must be from 0 to {world_size - 1}, found {rank!r}")
     return step, epoch, rank, world_size
+
+
+class Inspection:
+    """The part of `fastload.DataLoader` that is asked about its samples.
+
+    The order of an epoch and the randomness of a sample are functions of (seed, epoch, index), so that past
+    and coming batches can be named and made again.
+    """
+
+    _context: LoaderContext
+    dataset: Any
+
+    def samples_at(
+        self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
+    ) -> list[SampleAt]:
+        """Return the rows of a step, past or to come: index, key, label, crop and flip of each.
+
+        Example::
+
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5))
+            loader = DataLoader(dataset, batch_size=8, num_workers=2, seed=1)
+            for sample in loader.samples_at(2):
+                print(sample.row, sample.key, sample.label, sample.crop, sample.flip)
+
+        The samples are read and made in this process, one after the other; the iteration does not move. A
+        sample that cannot be made has its error in `error`.
+
+        Known are the epochs that this run has begun, over all resumes, and the coming epochs of
+        `fastload.DistributedSampler`, torch's DistributedSampler, of orders without shuffling, and of torch's
+        samplers where the loader has a `seed`. Of epochs
+        that torch's generator or a sampler's own state has ordered, the last two are known. Coming epochs are
+        those where `set_epoch` goes on counting by one, or is called no more than before. The crop and flip
+        of an epoch to come are None unless the loader has a `seed`; so are those of samples that draw from
+        the process-wide generators.
+
+        Args:
+            step: a batch of the epoch, from 0.
+            epoch: an iteration of the loader, from 0. None: the one that runs, or the next one.
+            rank, world_size: those of another rank. With world_size, the epoch as that many ranks would read
+                it from its beginning. Default: this rank.
+
+        Raises:
+            ArgumentError: there is no such step or rank; or what was asked for cannot be known, as of an
+                iterable dataset, or of shards that were read as streams, or will be.
+        """
+        return samples_at(self, find_step(self, step, epoch, rank, world_size))
+
+    def batch_at(
+        self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
+    ) -> Any:
+        """Return the batch of a step, past or to come, bit for bit as it is delivered. The iteration stays.
+
+        Example::
+
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5))
+            loader = DataLoader(dataset, batch_size=8, num_workers=2, seed=1)
+            images, labels = loader.batch_at(2)
+
+        It is made in this process, with the loader's `collate_fn`, `batch_transform` and device. The
+        arguments are those of `samples_at`.
+
+        Raises:
+            ArgumentError: as `samples_at`; or the samples draw random numbers, and the loader has no `seed`.
+        """
+        return batch_at(self, find_step(self, step, epoch, rank, world_size))
+
+    def digest(self) -> bytes:
+        """Return 32 bytes over all samples that this rank got since its run began, over resumes.
+
+        Example::
+
+            print(loader.digest().hex())
+
+        Each sample counts with its identity (key and version of its object; the shard, its version and the
+        record's number; or else its index), its random numbers, its epoch and its step. The order within a
+        step does not count. So the digest does not depend on workers, caches and processes, and as four
+        64-bit numbers, little-endian, the digests of all ranks add up (modulo 2**64) to that of one rank
+        with the same global batch. `fastload.prove` compares states and logs, and finds the difference.
+
+        A run that goes on with other ranks: what the state of a rank counts is counted by the rank of the
+        same number. With fewer ranks, the parts of those that are gone are missing from the sum.
+
+        Raises:
+            ArgumentError: the dataset is iterable, so that its samples have no index.
+        """
+        if isinstance(self.dataset, IterableDataset):
+            raise ArgumentError(
+                f"digest() needs samples that have an index, and {type(self.dataset).__name__} is iterable"
+            )
+        return self._context.digest.value()
+
+    def skip(self, steps: int | Iterable[int], epoch: int | None = None) -> None:
+        """Hand out the batches of these steps no more; all other batches keep their step and their samples.
+
+        Example::
+
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+            loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
+            loader.skip(range(1, 3))  # of the epoch that comes: its batches 0, 3, 4 and so on are handed out
+
+        Call it with the same steps on all ranks. What is skipped is part of the state, as a range of the
+        epoch's samples. So the same samples stay away where a run goes on with another number of ranks or
+        another batch size. A batch of which only a part was skipped is then handed out, with other samples in
+        the place of those, as in `exclude`.
+
+        Args:
+            steps: numbers of batches of an epoch, from 0: one, a range, or any of them.
+            epoch: counts the iterations of the loader, from 0. None: the one that runs, was left early or is
+                to be resumed; else the next one.
+
+        Raises:
+            ArgumentError: a step was handed out already, or the epoch has no such step; or the samples have
+                no index, as those of an iterable dataset, and of shards that are read as streams.
+        """
+        loader: Any = self
+        place = self._place_to_change("skip")
+        running = place.epoch
+        chosen = running if epoch is None else whole_number("epoch", epoch, 0)
+        if chosen < running:
+            raise ArgumentError(f"epoch {chosen} is over: epoch {running} is the first that can be changed")
+        numbers = sorted({whole_number("steps: a step", step, 0) for step in _as_list(steps)})
+        if not numbers:
+            return
+        if chosen == running:
+            late = [step for step in numbers if step < place.batches or step in place.ahead]
+            if late:
+                raise ArgumentError(
+                    f"step {late[0]} of epoch {running} was handed out already: the next one is step "
+                    f"{place.batches}; for another epoch pass epoch="
+                )
+        else:
+            place = Place(chosen)
+        exclusions = self._context.exclusions
+        samplers = Samplers.of(loader)
+        segments = segments_of(orders_at(loader, place)) or [Segment(0, 0, samplers.per_step())]
+        length = known_length(loader) if len(segments) == 1 and segments[0].step == 0 else None
+        if length is not None and numbers[-1] >= length:
+            raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
+        exclusions.skip(chosen, segments[-1], numbers)
+
+    def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
+        """Use these samples no more, from the next batch on that is handed out, in all epochs.
+
+        Example::
+
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+            loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
+            loader.exclude(["cat/0002.jpg", 5])
+
+        In the place of an excluded sample stands another one, which `on_error="replace"` would take too: the
+        same one in every run with this seed, with augmentation of its own. All other samples keep their
+        batch, row and augmentation. The other one may be any sample of the dataset (of a `Mixture`, any of
+        the same source), so to hold samples back from training give the loader a `Subset`.
+
+        Batches that were made ahead and have such a sample are discarded, and made again when they are due.
+        Call it with the same samples on all ranks, at the same step. What is excluded is part of the state;
+        `load_state_dict` replaces it by what the state has.
+
+        Args:
+            samples: keys, as `dataset.key(index)` gives them, indices of the loader's dataset, and rows of
+                `samples_at`, mixed. A key excludes all samples that have it.
+
+        Raises:
+            ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
+                have no index, as those of an iterable dataset, and of shards that are read as streams.
+        """
+        place = self._place_to_change("exclude")
+        named = [sample.index if isinstance(sample, SampleAt) else sample for sample in _as_list(samples)]
+        indices = _indices_of(self.dataset, named)
+        self._context.exclusions.exclude(
+            sources_of(self.dataset), indices, place.epoch, place.batches, sorted(place.ahead)
+        )
+
+    def _place_to_change(self, what: str) -> Place:
+        """Return the place from which on samples are left out.
+
+        Raises:
+            ArgumentError: samples have no index, or a dataset's state would be changed.
+        """
+        loader: Any = self
+        dataset, position = loader.dataset, self._context.position
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentError(
+                f"{what} needs samples that have an index, and {type(dataset).__name__} is iterable: leave "
+                "the samples out in its __iter__, or make it map-style"
+            )
+        if position.reads_streams(loader):
+            raise ArgumentError(f"{what} {NEEDS_INDEX}")
+        place = position.place(loader)
+        if place.sampler is not None and loader.num_workers and is_stateful(dataset):
+            raise ArgumentError(
+                f"{what} cannot be called within an epoch where workers make batches ahead and the dataset "
+                "has a state, which those have changed: call it between two epochs, or use num_workers=0"
+            )
+        return place
+
+
+def _as_list(samples: Any) -> list[Any]:
+    """Return one number, text or row of `samples_at`, or several."""
+    if isinstance(samples, str | bytes | SampleAt) or (
+        hasattr(samples, "__index__") and not getattr(samples, "ndim", 0)
+    ):
+        return [samples]
+    try:
+        return list(samples)
+    except TypeError:
+        return [samples]
+
+
+def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
+    """Return the indices of samples by key or index.
+
+    Raises:
+        ArgumentError: there is none for one of them.
+    """
+    keys = {sample for sample in samples if isinstance(sample, str)}
+    length = indexed_length(dataset)
+    indices = []
+    for sample in samples:
+        if not isinstance(sample, str):
+            index = whole_number("samples: an index", sample, 0)
+            if index >= length:
+                raise ArgumentError(f"samples has the index {index}, and the dataset has {length:,} samples")
+            indices.append(index)
+    if not keys:
+        return indices
+    rows = view_of(dataset)
+    by_key = rows.find(keys)
+    if by_key is None:
+        by_key = {}
+        for index in range(length):
+            key = rows.key(index)
+            if key is not None and key in keys:
+                by_key.setdefault(key, []).append(index)
+    missing = sorted(keys - by_key.keys())
+    if missing:
+        has_keys = length > 0 and rows.key(0) is not None
+        why = "check it against dataset.key(index)" if has_keys else "its samples have no keys: pass indices"
+        raise ArgumentError(f"samples has the key {missing[0]!r}, which no sample of the dataset has: {why}")
+    return indices + [index for positions in by_key.values() for index in positions]

@@ -1,16 +1,22 @@
 """The next work and its lane: index batches of a sampler, or the next samples of streams.
 
-Lanes make batches in turn. A lane is a worker, or a stream that worker `lane mod workers` reads.
+Lanes make batches in turn. A lane is a worker, or a stream that worker `lane mod workers` reads. The
+`ReorderBuffer` holds what was given out, and its results, until they are handed over in order.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
+from fastload.datasets.wrappers import view_of
+from fastload.loader.context import LoaderContext
 from fastload.loader.stream_epoch import StreamEpoch
+from fastload.order.position import Position
 from fastload.order.samplers import Samplers
+from fastload.workers.workers import Arrival, Workers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
@@ -18,49 +24,65 @@ _READ_AHEAD = 256
 _READ_AHEAD_THREADS = 4  # of the kernel, beyond which no more is announced: the requests in flight are enough
 
 
-class Schedule(Protocol):
+class Schedule:
     """The work of one epoch, and the lanes that it is dealt to in turn.
+
+    Args:
+        lanes: the lanes that take part.
+        ahead: pieces of work that a lane may have at a time.
 
     Attributes:
         turn: the lanes that take part, the next one first. Empty: there is no more work.
-        ahead: pieces of work that a lane may have at a time.
+        ahead: see above.
         streamed: index batches are `TakeNext`.
     """
 
-    turn: deque[int]
-    ahead: int
-    streamed: bool
+    streamed: ClassVar[bool]
+
+    def __init__(self, lanes: Iterable[int], ahead: int) -> None:
+        self.turn = deque(lanes)
+        self.ahead = ahead
 
     def choose(self, lane: int | None) -> int:
-        """The lane of the next work, where a batch of `lane` has just left the loader (None: none has)."""
+        """Return the lane of the next work, after a batch of `lane` has left the loader (None: none has)."""
+        if lane is None or lane not in self.turn:
+            lane = self.turn[0]
+            self.turn.rotate(-1)
+        return lane
 
     def work(self, lane: int) -> Any:
-        """The next index batch, for this lane.
+        """Return the next index batch, for this lane.
 
         Raises:
             StopIteration: there is none. Whatever the sampler raises.
         """
+        raise NotImplementedError
 
     def goes_on(self, ready: Callable[[], int]) -> bool:
-        """Whether a batch that is here is to be handed out; `ready()` are here."""
+        """Return whether a batch that is here is to be handed out; `ready()` are here."""
+        return True
 
     def next_lap(self) -> bool:
-        """All lanes are at their end: whether they begin once more."""
+        """Return whether the lanes, which are all at their end, begin once more."""
+        return False
 
     def retire(self, lane: int) -> bool:
-        """A lane is at its end. Returns whether another one may have its work."""
+        """End a lane. Return whether another one may have its work."""
+        if lane in self.turn:
+            self.turn.remove(lane)
+        return not self.streamed
 
     def lost(self, lane: int) -> None:
-        """Work of this lane was given out and will not be answered."""
+        """Note that work of this lane was given out and will not be answered."""
 
 
-class IndexSchedule:
+class IndexSchedule(Schedule):
     """Index batches, dealt to workers in turn.
 
     Args:
-        index_batches: of the sampler.
-        workers: how many take part.
-        first: the one whose turn it is.
+        index_batches: those of the sampler.
+        workers: number of workers that take part.
+        first: the worker whose turn it is.
         ahead: index batches that each may have at a time.
         in_order: batch i goes to worker i mod workers; else to the one that is free.
     """
@@ -70,11 +92,10 @@ class IndexSchedule:
     def __init__(
         self, index_batches: Iterator[Any], *, workers: int, first: int, ahead: int, in_order: bool
     ) -> None:
+        super().__init__(range(workers), ahead)
+        self.turn.rotate(-first)
         self._index_batches = index_batches
         self._in_order = in_order
-        self.ahead = ahead
-        self.turn = deque(range(workers))
-        self.turn.rotate(-first)
 
     def park(self, wanted: int) -> None:
         """Have no more workers than these take part."""
@@ -86,30 +107,16 @@ class IndexSchedule:
         return sorted(set(range(wanted)) - set(self.turn)) if 0 < len(self.turn) < wanted else []
 
     def choose(self, lane: int | None) -> int:
-        if lane is None or self._in_order or lane not in self.turn:
-            lane = self.turn[0]
-            self.turn.rotate(-1)
-        return lane
+        return super().choose(None if self._in_order else lane)
 
     def work(self, lane: int) -> Any:
         return next(self._index_batches)
 
-    def goes_on(self, ready: Callable[[], int]) -> bool:
-        return True
 
-    def next_lap(self) -> bool:
-        return False
-
-    def retire(self, lane: int) -> bool:
-        _remove(self.turn, lane)
-        return True
-
-    def lost(self, lane: int) -> None:
-        pass
-
-
-class StreamSchedule:
+class StreamSchedule(Schedule):
     """The streams of an epoch, in the order in which their batches are handed out.
+
+    A stream of which a batch was handed out is given its next work: so they stay in turn.
 
     Args:
         streams: their state.
@@ -119,16 +126,8 @@ class StreamSchedule:
     streamed = True
 
     def __init__(self, streams: StreamEpoch, *, ahead: int) -> None:
+        super().__init__(streams.live, ahead)
         self._streams = streams
-        self.ahead = ahead
-        self.turn = deque(streams.live)
-
-    def choose(self, lane: int | None) -> int:
-        # A stream of which a batch was handed out is given its next work: so they stay in turn.
-        if lane is None or lane not in self.turn:
-            lane = self.turn[0]
-            self.turn.rotate(-1)
-        return lane
 
     def work(self, lane: int) -> Any:
         return self._streams.work(lane)
@@ -143,17 +142,8 @@ class StreamSchedule:
                 return True
         return False
 
-    def retire(self, lane: int) -> bool:
-        _remove(self.turn, lane)
-        return False
-
     def lost(self, lane: int) -> None:
         self._streams.lost(lane)
-
-
-def _remove(lanes: deque[int], ended: int) -> None:
-    if ended in lanes:
-        lanes.remove(ended)
 
 
 def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, threads: int = 1) -> int:
@@ -164,3 +154,184 @@ def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, 
     """
     samples *= max(1, min(threads, _READ_AHEAD_THREADS))
     return max(least, -(-samples // (Samplers.of(loader).batch_size or 1)))
+
+
+class ReorderBuffer:
+    """Sequence numbers name pieces of work.
+
+    Args:
+        in_order: hand over in the order in which work was given out; else as it arrives.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
+        self._expected: dict[int, int] = {}  # seq -> lane, oldest first
+        self._arrived: dict[int, Arrival] = {}
+
+    def __len__(self) -> int:
+        """Return how many pieces of work are due, arrived or not."""
+        return len(self._expected)
+
+    def expect(self, seq: int, lane: int) -> None:
+        """Note that work is given out to a lane."""
+        self._expected[seq] = lane
+
+    def forget(self, seq: int) -> int:
+        """Forget work that will not arrive, and return its lane."""
+        return self._expected.pop(seq)
+
+    def put(self, arrival: Arrival) -> bool:
+        """Keep an arrived result; False if it is no longer expected."""
+        if arrival.seq not in self._expected:
+            return False
+        self._arrived[arrival.seq] = arrival
+        return True
+
+    def due(self) -> int | None:
+        """Return what is to be handed over next; None where nothing was given out."""
+        first: Iterable[int] = self._arrived if self._arrived and not self._in_order else self._expected
+        return next(iter(first), None)
+
+    def has(self, seq: int) -> bool:
+        """Return whether it has arrived."""
+        return seq in self._arrived
+
+    def first(self, count: int) -> Iterator[Arrival]:
+        """Return what is here and is handed over next, at most so many."""
+        due: Iterable[int] = self._expected if self._in_order else self._arrived
+        here = itertools.takewhile(self._arrived.__contains__, due)
+        return (self._arrived[seq] for seq in itertools.islice(here, count))
+
+    def ready(self) -> int:
+        """Return how many batches are here that will be handed over."""
+        return sum(not arrival.exhausted for arrival in self._arrived.values())
+
+    def look(self, seq: int) -> Arrival:
+        """Return what has arrived, which stays here."""
+        return self._arrived[seq]
+
+    def expected(self) -> list[int]:
+        """Return what was given out, the oldest first."""
+        return list(self._expected)
+
+    def expect_again(self, seq: int) -> None:
+        """Expect work that has arrived to arrive once more."""
+        del self._arrived[seq]
+
+    def take(self, seq: int) -> int:
+        """Forget work that is handed over now, and return its lane."""
+        del self._arrived[seq]
+        return self._expected.pop(seq)
+
+    def drop(self, lane: int) -> list[Arrival]:
+        """Expect nothing more from a lane; returns its arrived results."""
+        seqs = [seq for seq, owner in self._expected.items() if owner == lane]
+        for seq in seqs:
+            del self._expected[seq]
+        return [self._arrived.pop(seq) for seq in seqs if seq in self._arrived]
+
+    def clear(self) -> list[Arrival]:
+        """Expect nothing more; returns the arrived results."""
+        self._expected.clear()
+        arrived, self._arrived = list(self._arrived.values()), {}
+        return arrived
+
+    def next_lane(self) -> int:
+        """Return the lane of the oldest work; 0 where there is none."""
+        return next(iter(self._expected.values()), 0)
+
+    def waits_for_lanes(self) -> bool:
+        """Return whether there is a lane of which nothing has arrived."""
+        here = {self._expected[seq] for seq in self._arrived}
+        return bool(set(self._expected.values()) - here)
+
+
+def new_schedule(
+    loader: Any, context: LoaderContext, position: Position, indices: Iterator[Any], workers: Workers
+) -> Schedule:
+    """Return the schedule of one epoch.
+
+    Args:
+        position: of that epoch.
+        indices: of its batches, from the sampler.
+        workers: that make them.
+    """
+    inline = not loader.num_workers
+    if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
+        return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
+    ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
+    if view_of(loader.dataset).reads_ahead:
+        ahead = inline + index_batches_ahead(loader, 2 if inline else ahead, threads=workers.kernel_threads)
+    elif loader.threads:
+        ahead = inline + index_batches_ahead(loader, ahead, samples=2 * loader.threads)
+    # Of workers that were wanted at the end of an epoch, some may not have been started.
+    taking_part = min(context.workers_wanted(loader.num_workers), len(workers.processes))
+    return IndexSchedule(
+        indices,
+        workers=max(1, taking_part),
+        first=position.next_worker,
+        ahead=ahead,
+        in_order=loader.in_order,
+    )
+
+
+class Scaling:
+    """Has as many workers make batches as num_workers="auto" wants; without it, all of them."""
+
+    def __init__(self, context: LoaderContext, workers: Workers) -> None:
+        self._context = context
+        self._workers = workers
+
+    def adjust(self, schedule: Schedule, in_flight: int) -> bool:
+        """Start or park workers. Returns whether more work may be given out than before.
+
+        A worker that is parked finishes its work, and waits.
+        """
+        autoscaler, threads = self._context.autoscaler, self._workers.kernel_threads
+        # Where there is no more work, more threads still help with what was given out.
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
+            return False
+        wanted = autoscaler.look(self._context.counters, in_flight)
+        missing: list[int] = []
+        if threads:
+            self._workers.scale(wanted, autoscaler.ahead)
+        else:
+            schedule.park(wanted)
+            missing = schedule.missing(wanted)
+            self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+        schedule.turn.extend(missing)
+        self._context.meter.workers = wanted
+        before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
+        return bool(missing) or schedule.ahead > before
+
+
+def follow_exclusions(
+    position: Position, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
+) -> None:
+    """Edit once more what was given out and was not handed out, where more or less is left out now.
+
+    Args:
+        first: sequence number of the first work of this epoch.
+        outdated: gets the work that may be made as it was before.
+    """
+    older = position.filter
+    if older is None or not older.changed:
+        return
+    before, newer = older.withheld, older.newer(position.batches)
+    if newer.withheld != before:
+        workers.exclude(newer.withheld)
+    for seq in reorder.expected():
+        given = position.given_out(seq - first)
+        if given is None:
+            continue
+        edited = newer(given.step, given.index)
+        same = edited is not None and edited.replaced == given.edited.replaced
+        if same and not newer.may_choose(given.edited, before):
+            continue
+        index = None if edited is None else edited.index
+        if reorder.has(seq) or not workers.revise(seq, index):
+            outdated.add(seq)
+        elif edited is None:
+            reorder.forget(seq)
+        position.edit(seq - first, edited)
+    position.filter = newer  # last: after Ctrl-C all of this is done again

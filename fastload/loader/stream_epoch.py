@@ -17,13 +17,13 @@ import json
 from collections import deque
 from typing import Any
 
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.datasets.wrappers import view_of
 from fastload.distributed.agreement import Ranks, can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.order.sampler import ShardSampler, indexed_length
 from fastload.order.state import State, StreamState
-from fastload.workers.sources import TakeNext
+from fastload.workers.batch import TakeNext
 
 _Plan = list[dict[str, Any]]
 _ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins
@@ -37,14 +37,14 @@ class StreamAgreement:
         self._indexed = False  # on all ranks, and for ever
 
     def expected(self, loader: Any) -> bool:
-        """Whether an epoch that begins now would be read as streams, as far as this rank knows."""
+        """Return whether an epoch that begins now would be read as streams, as far as this rank knows."""
         dataset = view_of(loader.dataset).streams()
         if dataset is None or self._indexed or not isinstance(loader.sampler, ShardSampler):
             return False
         return dataset.must_stream()
 
     def begin(self, loader: Any, resumed: State | None) -> StreamEpoch | None:
-        """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.
+        """Return the coming epoch as streams; None where it is read by index, as of any map-style dataset.
 
         Args:
             loader: with its sampler already in that epoch.
@@ -68,13 +68,13 @@ class StreamAgreement:
         if not streamed:
             self._indexed = True
             return None
-        sampler.check_streamable(over=resumed is not None and saved is None and resumed.sampler.over)
+        sampler._check_streamable(over=resumed is not None and saved is None and resumed.sampler.over)
         return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
 
     def _agree(
         self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: StreamState | None
     ) -> tuple[bool, _Plan]:
-        """(whether to stream, this rank's streams): the same answer on all ranks, and disjoint streams."""
+        """Return (whether to stream, this rank's streams): alike on all ranks, with disjoint streams."""
         for _ in range(_ATTEMPTS):
             known = self._compare(dataset, sampler, count, saved)
             if known is None:
@@ -134,7 +134,7 @@ class StreamAgreement:
 
 
 def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int | None = None) -> _Plan:
-    """The streams of a rank; None: of this one."""
+    """Return the streams of a rank; None: of this one."""
     return dataset.plan_streams(
         count,
         seed=sampler.seed,
@@ -146,7 +146,7 @@ def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int |
 
 
 def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
-    """A digest of the parts that the plans of all ranks must share."""
+    """Return a digest of the parts that the plans of all ranks must share."""
     plan = dataset.plan_streams(
         1, seed=sampler.seed, epoch=sampler.epoch, shuffle=sampler.shuffle, rank=0, ranks=1
     )
@@ -207,14 +207,14 @@ class StreamEpoch:
         self._unopened = set(self._states)
 
     def work(self, stream: int) -> TakeNext:
-        """The next batch of a stream, for the process that reads it: always the same one, in this order."""
-        self._sampler.begin()
+        """Return the next batch of a stream, for the process that reads it: always the same one."""
+        self._sampler._begin_stream()
         start = self._states[stream] if stream in self._unopened else None
         self._unopened.discard(stream)
         return TakeNext(stream, self._size, start)
 
     def goes_on(self, ready: int) -> bool:
-        """Whether one more batch is to be handed out. Where that needs another lap, `live` is full again.
+        """Return whether one more batch is to be delivered. Where that needs a lap, `live` is full again.
 
         Args:
             ready: how many batches of this lap are at hand; 0: all its streams are over.
@@ -255,11 +255,11 @@ class StreamEpoch:
         self.live.append(stream)
 
     def lost(self, stream: int) -> None:
-        """The process that read a stream has closed it: its next work opens it again."""
+        """Note that the process that read a stream has closed it: its next work opens it again."""
         self._unopened.add(stream)
 
     def ended(self, stream: int) -> None:
-        """A stream is over."""
+        """Note that a stream is over."""
         self.live.remove(stream)
 
     def state(self) -> StreamState:

@@ -24,7 +24,7 @@ BOTTLENECKS = ("consumer", *_STAGES, "sampler", "copy", "decoder")
 
 
 def find_bottleneck(counters: Mapping[str, float]) -> str:
-    """The stage that bounds the speed of an epoch with these counters.
+    """Return the stage that bounds the speed of an epoch with these counters.
 
     "" where nothing was loaded; "consumer" where the consumer hardly waited; "sampler", "copy" or "decoder"
     in the trainer's process; else the stage that took most of the workers' time: "get", "cache", "decode" or
@@ -53,7 +53,7 @@ def find_bottleneck(counters: Mapping[str, float]) -> str:
 def explain_bottleneck(
     counters: Mapping[str, float], gauges: Mapping[str, float] | None = None, *, live: bool = False
 ) -> str:
-    """One sentence on the bottleneck and on what to change.
+    """Return one sentence on the bottleneck and on what to change.
 
     It begins with "too short to tell" where the counters are of less than a second or of 1 or 2 batches.
 
@@ -70,13 +70,13 @@ def explain_bottleneck(
 
 
 def _given_up(counters: Mapping[str, float]) -> str:
-    """The end of the sentence where `on_error` changed more than a few samples."""
+    """Return the end of the sentence where `on_error` changed more than a few samples."""
     bad = counters.get("bad.samples", 0.0)
-    return f"; {bad:,.0f} bad samples were skipped or replaced: see stats()['bad']" if bad > FEW_BAD else ""
+    return f"; {bad:,.0f} bad samples were replaced: see stats()['bad']" if bad > FEW_BAD else ""
 
 
 def _too_short(counters: Mapping[str, float]) -> str:
-    """The beginning of the sentence where too little was measured; "" where it was enough."""
+    """Return the beginning of the sentence where too little was measured; "" where it was enough."""
     batches = counters.get("wait.batches", 0.0)
     seconds = counters.get("wait.seconds", 0.0) + counters.get("consumer.seconds", 0.0)
     if batches >= _FEW_BATCHES and seconds >= _SHORT_SECONDS:
@@ -101,7 +101,7 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
     if stage == "decoder":
         return (
             "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
-            "decode='cpu' with more workers"
+            "decoder='cpu' with more workers"
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
@@ -128,7 +128,7 @@ def _consumer(counters: Mapping[str, float]) -> str:
 
 
 def _more_workers(gauges: Mapping[str, float]) -> str:
-    """Advice to use idle cores; "" where there are none or their number is unknown."""
+    """Return advice to use idle cores; "" where there are none or their number is unknown."""
     idle = gauges.get("node.idle_cores", 0.0)
     if idle < _SPARE_CORES:
         return ""

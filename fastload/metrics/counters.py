@@ -63,7 +63,7 @@ class Counters:
         return _Timed(self, stage)
 
     def reading_seconds(self) -> float:
-        """Seconds spent waiting for the store and reading the cache, including those of the parts."""
+        """Return seconds spent waiting for the store and reading the cache, including those of the parts."""
         seconds = self._values.get("get.seconds", 0) + self._values.get("cache.seconds", 0)
         for part in self._parts:  # not `sum`, whose generator doubles the time of a call
             seconds += part.reading_seconds()
@@ -88,7 +88,7 @@ class Counters:
         return self._values.get(name, 0)
 
     def as_dict(self) -> dict[str, float]:
-        """A copy of the values."""
+        """Return a copy of the values."""
         return dict(self._values)
 
 
@@ -171,7 +171,7 @@ class Meter:
         self._first = True
 
     def start(self, workers: int) -> None:
-        """An epoch begins, with this number of workers."""
+        """Note that an epoch begins, with this number of workers."""
         self._cores = self._cores or Cores()
         self.workers = workers
         now = self._handed = self._until = time.perf_counter()
@@ -180,17 +180,17 @@ class Meter:
         self._first = True
 
     def asked(self) -> None:
-        """The consumer asks for a batch."""
+        """Note that the consumer asks for a batch."""
         if not self._first:
             self._counters.add("consumer.seconds", time.perf_counter() - self._handed)
 
     def waited(self, seconds: float) -> None:
-        """The consumer has waited. The workers' counters have grown meanwhile, so the rates are up to now."""
+        """Note that the consumer has waited. The workers' counters have grown, so the rates are up to now."""
         self._counters.add("wait.seconds", seconds)
         self._until = time.perf_counter()
 
-    def handed_over(self) -> None:
-        """The consumer gets a batch."""
+    def delivered(self) -> None:
+        """Note that the consumer gets a batch."""
         self._handed = self._until = time.perf_counter()
         self._counters.add("wait.batches")
         if self._first:
@@ -201,15 +201,15 @@ class Meter:
             self.tick()
 
     def stop(self) -> None:
-        """The epoch is over."""
+        """Note that the epoch is over."""
         self._epoch.idle_at_end = self._measure_idle_cores(self._epoch)
 
     def counters(self) -> dict[str, float]:
-        """This epoch's part of the loader's counters."""
+        """Return this epoch's part of the loader's counters."""
         return self._since(self._epoch)
 
     def gauges(self) -> dict[str, float]:
-        """The rates of this epoch, from its beginning to its latest batch or wait (see `rates`), and:
+        """Return the rates of this epoch, from its beginning to its latest batch or wait (see `rates`), and:
 
         workers          processes that make batches (0: the trainer's process does)
         node.cores       cores that this process may use, by its affinity and control group
@@ -226,7 +226,7 @@ class Meter:
         return {name: value - epoch.before.get(name, 0) for name, value in self._counters.as_dict().items()}
 
     def _idle(self, epoch: _Epoch) -> float:
-        """The mean over the epoch, measured at most twice a second: with many cores it takes milliseconds."""
+        """Return the mean over the epoch, measured at most twice a second: it takes milliseconds."""
         if epoch.idle_at_end is not None:
             return epoch.idle_at_end
         now, (measured, idle) = time.perf_counter(), epoch.idle
@@ -247,7 +247,7 @@ _WORKER_STAGES = ("get", "cache", "decode", "collate")
 
 
 def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """The rates of some counters over `seconds`, as flat numbers for TensorBoard or Prometheus.
+    """Return the rates of some counters over `seconds`, as flat numbers for TensorBoard or Prometheus.
 
     <stage>.samples_per_second, <stage>.bytes_per_second   for every stage that counts them
     loader.samples_per_second, loader.batches_per_second   handed to the consumer
@@ -261,7 +261,7 @@ def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
     def share(part: float, whole: float) -> float:
         return part / whole if whole > 0 else 0.0
 
-    found = {
+    gauges = {
         f"{name}_per_second": value / seconds
         for name, value in counters.items()
         if name.endswith((".samples", ".bytes"))
@@ -271,17 +271,17 @@ def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
         return counters.get(name, 0.0)
 
     batches = get("wait.batches")
-    found["loader.batches_per_second"] = batches / seconds
+    gauges["loader.batches_per_second"] = batches / seconds
     per_batch = share(get("collate.samples"), get("collate.batches"))
-    found["loader.samples_per_second"] = batches * per_batch / seconds
+    gauges["loader.samples_per_second"] = batches * per_batch / seconds
     stages = (*_WORKER_STAGES, "idle")
     busy = sum(get(f"{stage}.seconds") for stage in stages)
-    found |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}
-    found |= {f"{stage}.share": get(f"{stage}.seconds") / seconds for stage in ("wait", "consumer")}
-    found["cache.hit_share"] = share(get("cache.hits"), get("cache.hits") + get("cache.misses"))
+    gauges |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}
+    gauges |= {f"{stage}.share": get(f"{stage}.seconds") / seconds for stage in ("wait", "consumer")}
+    gauges["cache.hit_share"] = share(get("cache.hits"), get("cache.hits") + get("cache.misses"))
     if get("device.seconds"):
-        found["device.idle_share"] = share(get("device.idle.seconds"), get("device.seconds"))
-    return found
+        gauges["device.idle_share"] = share(get("device.idle.seconds"), get("device.seconds"))
+    return gauges
 
 
 FEW_BAD = 5  # of an epoch; more of them are seldom damage
@@ -306,17 +306,17 @@ class BadSamples:
     def start_epoch(self) -> None:
         self._of_epoch = 0
 
-    def extend(self, found: Iterable[tuple[str, str]]) -> None:
+    def extend(self, samples: Iterable[tuple[str, str]]) -> None:
         """Keep (key, error) of more of them."""
-        for one in found:
-            self.last.append(one)
+        for sample in samples:
+            self.last.append(sample)
             self._of_epoch += 1
         if self._of_epoch > FEW_BAD and not self._warned:
             self._warned = True
             key, error = self.last[-1]
             first_line = error.partition("\n")[0]
             warn(
-                f"fastload skipped or replaced {self._of_epoch:,} samples of this epoch so far, and goes on. "
+                f"fastload replaced {self._of_epoch:,} bad samples of this epoch so far, and goes on. "
                 f"The last one is {key}: {first_line}. See {address('bad-samples')}",
                 stacklevel=2,
             )

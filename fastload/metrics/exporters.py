@@ -93,7 +93,7 @@ COUNTERS = {
     "copy.unregistered": ("{slot}", "Slots that could not be registered with CUDA"),
     "device.seconds": ("s", "Time measured on the device, by events"),
     "device.idle.seconds": ("s", "The part of the device's time without a batch to work on"),
-    "bad.samples": ("{sample}", "Samples skipped or replaced under on_error"),
+    "bad.samples": ("{sample}", "Bad samples that on_error replaced"),
     "bad.bytes": ("By", "Bytes of shards that could not be read"),
     "left_out.samples": ("{sample}", "Excluded samples, in whose place another one was handed out"),
     "left_out.steps": ("{step}", "Steps skipped by skip()"),
@@ -189,7 +189,7 @@ class Export:
         self._entered = False
 
     def start(self) -> None:
-        """A block or an iteration begins, at whose end the export ends."""
+        """Begin a block or an iteration, at whose end the export ends."""
         if self._entered:
             raise ArgumentError("loader is watched already: end that watch first")
         if self._end is None:
@@ -202,8 +202,8 @@ class Export:
         self._end, self._entered = None, False
 
 
-def _find(given: Any) -> ExportedLoaders:
-    """The loaders that an exporter shows: "prometheus", "opentelemetry", or an object of their clients.
+def _find(exporter: Any) -> ExportedLoaders:
+    """Return the loaders that an exporter shows: "prometheus", "opentelemetry" or a client's object.
 
     A client is imported if it is named, or if the object shows that it was imported.
 
@@ -211,27 +211,27 @@ def _find(given: Any) -> ExportedLoaders:
         ArgumentError: it is something else, or its client is not installed.
     """
     try:
-        if _is(given, "prometheus", "prometheus_client", "CollectorRegistry"):
-            return _of_registry(None if isinstance(given, str) else given)
-        if _is(given, "opentelemetry", "opentelemetry.metrics", "Meter", "MeterProvider"):
-            return _of_meter(None if isinstance(given, str) else given)
+        if _is(exporter, "prometheus", "prometheus_client", "CollectorRegistry"):
+            return _of_registry(None if isinstance(exporter, str) else exporter)
+        if _is(exporter, "opentelemetry", "opentelemetry.metrics", "Meter", "MeterProvider"):
+            return _of_meter(None if isinstance(exporter, str) else exporter)
     except ImportError as error:
         raise ArgumentError(
-            f"exporter={given!r} needs a package that is not installed: pip install "
+            f"exporter={exporter!r} needs a package that is not installed: pip install "
             f"'torch-fastload[metrics]' ({error})"
         ) from None
-    found = repr(given) if isinstance(given, str) else f"a {type(given).__name__}"
+    shown = repr(exporter) if isinstance(exporter, str) else f"a {type(exporter).__name__}"
     raise ArgumentError(
         "exporter must be 'prometheus', 'opentelemetry', a CollectorRegistry of prometheus_client, or a "
-        f"Meter or MeterProvider of OpenTelemetry, found {found}"
+        f"Meter or MeterProvider of OpenTelemetry, found {shown}"
     )
 
 
-def _is(given: Any, name: str, module: str, *classes: str) -> bool:
-    if isinstance(given, str):
-        return given == name
+def _is(exporter: Any, name: str, module: str, *classes: str) -> bool:
+    if isinstance(exporter, str):
+        return exporter == name
     client = sys.modules.get(module)
-    return client is not None and any(isinstance(given, getattr(client, one)) for one in classes)
+    return client is not None and any(isinstance(exporter, getattr(client, known)) for known in classes)
 
 
 class ExportedLoader:
@@ -243,29 +243,29 @@ class ExportedLoader:
 
     def __init__(self, loader: Any, name: str) -> None:
         self.name = name
-        self._counters = loader.loader_context.counters
-        self._meter = loader.loader_context.meter
+        self._counters = loader._context.counters
+        self._meter = loader._context.meter
         # At a scrape, the process group may be gone already.
-        self._labels: Labels = {"rank": loader.loader_context.rank()} | ({"loader": name} if name else {})
+        self._labels: Labels = {"rank": loader._context.rank()} | ({"loader": name} if name else {})
         self._dataset = type(loader.dataset).__name__
         self._process = os.getpid()
 
     def shows(self, loader: Any) -> bool:
-        return self._counters is loader.loader_context.counters
+        return self._counters is loader._context.counters
 
     @property
     def inherited(self) -> bool:
-        """Whether a process shows this loader that this one was forked from."""
+        """Return whether a process shows this loader that this one was forked from."""
         return self._process != os.getpid()
 
     def read(self, metric: Metric) -> Iterator[tuple[Labels, float]]:
-        """(labels, value) of a metric; none for a rate whose counter was not counted yet."""
+        """Yield (labels, value) of a metric; none for a rate whose counter was not counted yet."""
         if metric.kind == "counter":
             yield self._labels, self._counters[metric.source]
         elif metric is BOTTLENECK:
             stage = find_bottleneck(self._meter.counters())
-            for one in BOTTLENECKS:
-                yield self._labels | {"stage": one}, float(one == stage)
+            for name in BOTTLENECKS:
+                yield self._labels | {"stage": name}, float(name == stage)
         elif metric is INFO:
             yield self._labels | {"version": fastload.__version__, "dataset": self._dataset}, 1.0
         else:
@@ -286,7 +286,7 @@ class ExportedLoaders:
         Raises:
             ArgumentError: it is shown already, or another one under this name.
         """
-        if any(one.shows(loader) for one in self._here()):
+        if any(other.shows(loader) for other in self._here()):
             raise ArgumentError("loader is watched already: end that watch first")
         if self._has(name):
             gc.collect()  # it may belong to a loader of before that nobody uses
@@ -303,15 +303,15 @@ class ExportedLoaders:
         return end
 
     def read(self, metric: Metric) -> Iterator[tuple[Labels, float]]:
-        """(labels, value) of a metric, of all loaders."""
+        """Yield (labels, value) of a metric, of all loaders."""
         for loader in self._here():
             yield from loader.read(metric)
 
     def _has(self, name: str) -> bool:
-        return any(one.name == name for one in self._here())
+        return any(loader.name == name for loader in self._here())
 
     def _here(self) -> list[ExportedLoader]:
-        """Those of this process: a forked worker inherits the others, and would count their work again."""
+        """Return those of this process: a forked worker inherits others, and would count their work again."""
         return [loader for loader in list(self._loaders) if not loader.inherited]
 
 
@@ -325,11 +325,11 @@ class _Collector:
         self._loaders = loaders
 
     def describe(self) -> list[_Family]:
-        """For the registry, which finds metrics of one name by it, and answers `?name[]=`."""
+        """Return the metrics for the registry, which finds them by name, and answers `?name[]=`."""
         return [_family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[_Family]:
-        """Called by each scrape, in a thread of its server."""
+        """Yield the metrics, for each scrape, in a thread of its server."""
         for metric in METRICS:
             family = _family(metric)
             for labels, value in self._loaders.read(metric):
@@ -390,7 +390,7 @@ def _meter(get: Callable[[str, str], Meter]) -> Meter:
 
 
 def _instrumented(meter: Meter) -> ExportedLoaders:
-    """Loaders that are read by the instruments of a meter. It keeps them: they cannot be removed from it."""
+    """Return the loaders that the instruments of a meter read, which cannot be removed from it."""
     loaders = ExportedLoaders()
     for metric in METRICS:
         create = (
@@ -401,7 +401,7 @@ def _instrumented(meter: Meter) -> ExportedLoaders:
 
 
 def _callback(loaders: ExportedLoaders, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-    """What a collection calls, in a thread of its reader."""
+    """Return what a collection calls, in a thread of its reader."""
 
     from opentelemetry.metrics import Observation
 

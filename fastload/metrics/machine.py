@@ -31,17 +31,17 @@ _MFD_CLOEXEC = 1
 
 
 def why_not_linux() -> str:
-    """One sentence if this is not Linux; else ""."""
-    found = f"this is {sys.platform}"
+    """Return one sentence if this is not Linux; else ""."""
+    system = f"this is {sys.platform}"
     if str(sys.platform) == "linux":
         return ""
     if str(sys.platform) == "darwin":
         return (
-            f"fastload's loader, datasets and cache run on Linux, and {found}: here datasets read local "
+            f"fastload's loader, datasets and cache run on Linux, and {system}: here datasets read local "
             "files with num_workers=0 and without a cache; for the rest use a Linux container"
         )
     return (
-        f"fastload's loader, datasets and cache run on Linux, and {found}: here only its transforms and "
+        f"fastload's loader, datasets and cache run on Linux, and {system}: here only its transforms and "
         f"samplers can be imported ({', '.join(ANYWHERE)}); for the rest use a Linux container, or WSL 2"
     )
 
@@ -54,7 +54,7 @@ def need_linux() -> None:
 
 
 def importable(name: str) -> bool:
-    """Whether a public name can be imported. On macOS all can; what needs Linux raises when it is used."""
+    """Return whether a public name can be imported. On macOS all can; some raise when they are used."""
     return name in ANYWHERE or str(sys.platform) in ("linux", "darwin")
 
 
@@ -65,7 +65,7 @@ def call_in_forks(function: Callable[[], object]) -> None:
 
 
 def memory_file(name: str) -> int:
-    """A descriptor of a new file in memory, which has no path that could stay behind.
+    """Return a descriptor of a new file in memory, which has no path that could stay behind.
 
     Pythons that were built for an old glibc, as conda's are, lack `os.memfd_create`, and then glibc itself is
     asked. macOS has nothing like it: there the file is a deleted one on disk.
@@ -83,7 +83,7 @@ def memory_file(name: str) -> int:
 
 
 def usable_cores() -> int:
-    """The whole cores of `Cores`, at least 1: as many processes can run at a time."""
+    """Return the whole cores of `Cores`, at least 1: as many processes can run at a time."""
     return max(1, int(Cores().usable))
 
 
@@ -116,7 +116,7 @@ class Cores:
                 self.usable, self._group = quota, folder
 
     def busy_seconds(self) -> float:
-        """Core-seconds that these cores have worked, for all processes; only differences have a meaning.
+        """Return how long these cores have worked, for all processes; only differences have a meaning.
 
         Where a quota binds, the core-seconds of the control group.
         """
@@ -139,7 +139,7 @@ class Cores:
 
 
 def control_groups(kind: str, root: Path) -> Iterator[Path]:
-    """The folders of our control group and of its parents, for "cpu" or "memory".
+    """Yield the folders of our control group and of its parents, for "cpu" or "memory".
 
     A container sees its own group as the root of the file system, whatever its path on the host is.
     """
@@ -157,7 +157,7 @@ def control_groups(kind: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    """The quota in cores; None where there is none, or the files have an unknown form."""
+    """Return the quota in cores; None where there is none, or the files have an unknown form."""
     try:
         if (folder / "cpu.max").exists():  # version 2: "max 100000" or "150000 100000"
             limit, period = (folder / "cpu.max").read_text().split()
@@ -171,7 +171,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _usage(folder: Path) -> float | None:
-    """Core-seconds used by the group."""
+    """Return core-seconds used by the group."""
     try:
         if (folder / "cpu.stat").exists() and (folder / "cpu.max").exists():
             fields = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
@@ -187,7 +187,7 @@ _limits: dict[int, int] = {}  # by the id of their owners
 
 
 def limit_payloads(owner: object, most: int) -> None:
-    """As long as `owner` lives, payloads that wait in this process take no more bytes than this.
+    """Let payloads that wait in this process take no more bytes than this, as long as `owner` lives.
 
     The lowest limit counts. Prefetchers, shard readers and the cache's writer ask for it. One payload that is
     larger passes alone.
@@ -198,12 +198,12 @@ def limit_payloads(owner: object, most: int) -> None:
 
 
 def payload_limit() -> int:
-    """The most bytes of payloads; very large where nobody has limited them."""
+    """Return the most bytes of payloads; very large where nobody has limited them."""
     return min(list(_limits.values()), default=_NONE)
 
 
 def private_bytes() -> int:
-    """The memory that this process shares with no other, without memory files. It takes 10 ms to count it."""
+    """Count the memory that this process shares with no other, without memory files. It takes 10 ms."""
     total, counts = 0, False
     for line in _lines("smaps"):
         if not line[:1].isupper():  # the header of a mapping
@@ -214,7 +214,7 @@ def private_bytes() -> int:
 
 
 def usable_bytes(root: str = "/") -> int:
-    """The memory of this machine, or less where a control group (of a container, of a job) has a limit."""
+    """Return the memory of this machine, or less where a control group (container, job) has a limit."""
     top = Path(root)
     try:
         total = next(
@@ -232,7 +232,7 @@ def usable_bytes(root: str = "/") -> int:
 
 
 def memory_for_pages(root: str = "/") -> int:
-    """Bytes of memory that can hold pages of files: what is free, or the pages of other files.
+    """Return bytes of memory that can hold pages of files: what is free, or the pages of other files.
 
     Where a control group (version 2) has a limit, no more than what that leaves.
     """
@@ -251,7 +251,7 @@ def memory_for_pages(root: str = "/") -> int:
 
 
 def anonymous_bytes() -> int:
-    """The heap and the stacks of this process. After a fork that includes what it still shares."""
+    """Return the heap and the stacks of this process. After a fork that includes what it still shares."""
     line = next((line for line in _lines("status") if line.startswith("RssAnon:")), "RssAnon: 0 kB")
     return int(line.split()[1]) << 10
 
@@ -272,7 +272,7 @@ def trim() -> None:
 
 
 def _lines(file: str) -> list[str]:
-    """The lines of a file of /proc/self; none where this kernel or sandbox does not have it."""
+    """Return the lines of a file of /proc/self; none where this kernel or sandbox does not have it."""
     try:
         return Path("/proc/self", file).read_text(errors="replace").splitlines()
     except OSError:

@@ -47,22 +47,22 @@ shard_data_pipe: Any = _sharding_worker_init_fn
 
 
 def pin_memory(batch: Any, device: str | None) -> Any:
-    """The batch with its tensors in pinned memory."""
+    """Return the batch with its tensors in pinned memory."""
     return _pin_memory.pin_memory(batch, device)  # type: ignore[no-untyped-call]
 
 
 def set_worker_info(worker_id: int, workers: int, seed: int, dataset: Any) -> None:
-    """What `torch.utils.data.get_worker_info()` returns in this process from now on."""
+    """Set what `torch.utils.data.get_worker_info()` returns in this process from now on."""
     worker._worker_info = worker.WorkerInfo(id=worker_id, num_workers=workers, seed=seed, dataset=dataset)
 
 
 def is_exiting() -> bool:
-    """True once the interpreter ends: modules and threads may be gone."""
+    """Return whether the interpreter ends: modules and threads may be gone."""
     return _utils is None or bool(_utils.python_exit_status)
 
 
 def default_device() -> torch.device:
-    """The default device. After `torch.set_default_device(None)`, torch 2.8 and 2.9 raise instead."""
+    """Return the default device. After `torch.set_default_device(None)`, torch 2.8 and 2.9 raise instead."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -70,7 +70,7 @@ def default_device() -> torch.device:
 
 
 def default_store() -> Any:
-    """The key-value store of torch.distributed."""
+    """Return the key-value store of torch.distributed."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -78,7 +78,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def stage(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range for the block, where a profiler runs in this thread.
+    """Return a range for the block, where a profiler runs in this thread.
 
     The profiler is asked first, because `record_function` calls the dispatcher even without one.
     """

@@ -16,7 +16,7 @@ _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.IGNORECASE
 
 
 def parse_duration(value: float | str, name: str) -> float:
-    """Seconds, from a number or from text such as "30m", "12h" or "7d"; text without a unit is seconds."""
+    """Return seconds, from a number or text such as "30m", "12h" or "7d"; text without a unit is seconds."""
     seconds = math.nan
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
@@ -29,7 +29,7 @@ def parse_duration(value: float | str, name: str) -> float:
 
 
 def parse_size(value: int | str, name: str = "size_limit") -> int:
-    """Bytes, from an int or from text such as "500GB" or "200MiB"."""
+    """Return bytes, from an int or from text such as "500GB" or "200MiB"."""
     size = None
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
@@ -45,7 +45,7 @@ def parse_size(value: int | str, name: str = "size_limit") -> int:
 
 
 def format_size(count: float) -> str:
-    """`count` bytes for people: "110 KB", "1.2 GB"."""
+    """Return `count` bytes for people: "110 KB", "1.2 GB"."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -54,5 +54,5 @@ def format_size(count: float) -> str:
 
 
 def format_money(amount: float, currency: str) -> str:
-    """`amount` for people: "USD 12.30"; two digits of less than a cent, such as "USD 0.0042"."""
+    """Return `amount` for people: "USD 12.30"; two digits of less than a cent, such as "USD 0.0042"."""
     return f"{currency} {amount:,.2f}" if amount == 0 or amount >= 0.01 else f"{currency} {amount:.2g}"

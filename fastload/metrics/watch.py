@@ -109,7 +109,7 @@ class watch:  # a verb for users, who write it like a function
         exporter: Any = None,  # its types belong to packages that may be missing
         name: str = "",
     ) -> None:
-        if not hasattr(loader, "loader_context"):
+        if not hasattr(loader, "_context"):
             kind = type(loader)
             raise ArgumentError(
                 f"loader must be a fastload.DataLoader, found {kind.__module__}.{kind.__qualname__}"
@@ -156,10 +156,10 @@ class _View:
         self._seen: tuple[float, Mapping[str, float]] = (0.0, {})
 
     def start(self) -> None:
-        meter = self._loader.loader_context.meter
+        meter = self._loader._context.meter
         if meter.tick is not None:
             raise ArgumentError("loader is watched already: end that watch first")
-        self._seen = time.monotonic(), self._loader.loader_context.counters.as_dict()
+        self._seen = time.monotonic(), self._loader._context.counters.as_dict()
         if self._in_place:
             self._live = Live(console=self._console, auto_refresh=False)
             with contextlib.suppress(OSError, ValueError):
@@ -167,7 +167,7 @@ class _View:
         meter.tick = self._tick
 
     def stop(self) -> None:
-        self._loader.loader_context.meter.tick = None
+        self._loader._context.meter.tick = None
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -177,36 +177,36 @@ class _View:
         now, (then, before) = time.monotonic(), self._seen
         if now - then < self._interval:
             return
-        counters = self._loader.loader_context.counters.as_dict()
+        counters = self._loader._context.counters.as_dict()
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
-        found = self._loader.loader_context.meter.gauges() | rates(added, now - then)
+        gauges = self._loader._context.meter.gauges() | rates(added, now - then)
         sentence = (
-            explain_bottleneck(added, found, live=True)
+            explain_bottleneck(added, gauges, live=True)
             if added.get("wait.batches")
             else "waiting for a batch"
         )
         try:
             if self._live is not None:
-                self._live.update(_table(found, sentence), refresh=True)
+                self._live.update(_table(gauges, sentence), refresh=True)
             else:
-                self._console.print(_line(found, sentence), soft_wrap=True, markup=False, highlight=False)
+                self._console.print(_line(gauges, sentence), soft_wrap=True, markup=False, highlight=False)
         except (OSError, ValueError):  # the terminal went away, or was closed
-            self._loader.loader_context.meter.tick = None
+            self._loader._context.meter.tick = None
 
 
-def _line(found: Mapping[str, float], sentence: str) -> str:
+def _line(gauges: Mapping[str, float], sentence: str) -> str:
     return (
-        f"fastload: {found['loader.samples_per_second']:,.0f} samples/s, "
-        f"{found['workers']:.0f} workers, cache hits {found['cache.hit_share']:.0%}, "
-        f"waiting {found['wait.share']:.0%} of the time; {sentence}"
+        f"fastload: {gauges['loader.samples_per_second']:,.0f} samples/s, "
+        f"{gauges['workers']:.0f} workers, cache hits {gauges['cache.hit_share']:.0%}, "
+        f"waiting {gauges['wait.share']:.0%} of the time; {sentence}"
     )
 
 
-def _table(found: Mapping[str, float], sentence: str) -> Table:
+def _table(gauges: Mapping[str, float], sentence: str) -> Table:
     table = Table(
-        title=f"{found['loader.samples_per_second']:,.0f} samples/s, {found['workers']:.0f} workers, "
-        f"{found['node.idle_cores']:.1f} of {found['node.cores']:.0f} cores idle",
+        title=f"{gauges['loader.samples_per_second']:,.0f} samples/s, {gauges['workers']:.0f} workers, "
+        f"{gauges['node.idle_cores']:.1f} of {gauges['node.cores']:.0f} cores idle",
         caption=sentence,
         title_justify="left",
         caption_justify="left",
@@ -215,9 +215,9 @@ def _table(found: Mapping[str, float], sentence: str) -> Table:
     for name in ("samples/s", "MB/s", "share"):
         table.add_column(name, justify="right")
     for stage, text, share in _ROWS:
-        samples = found.get(f"{stage}.samples_per_second")
-        mb = found.get(f"{stage}.bytes_per_second")
-        part = found.get(share)
+        samples = gauges.get(f"{stage}.samples_per_second")
+        mb = gauges.get(f"{stage}.bytes_per_second")
+        part = gauges.get(share)
         if not (samples or mb or part):
             continue
         table.add_row(
@@ -226,8 +226,8 @@ def _table(found: Mapping[str, float], sentence: str) -> Table:
             "" if mb is None else f"{mb / 1e6:,.1f}",
             "" if part is None else f"{part:.0%}",
         )
-    if found["cache.hit_share"]:
-        table.add_row("cache hits", "", "", f"{found['cache.hit_share']:.0%}")
-    if "device.idle_share" in found:
-        table.add_row("the device idles", "", "", f"{found['device.idle_share']:.0%}")
+    if gauges["cache.hit_share"]:
+        table.add_row("cache hits", "", "", f"{gauges['cache.hit_share']:.0%}")
+    if "device.idle_share" in gauges:
+        table.add_row("the device idles", "", "", f"{gauges['device.idle_share']:.0%}")
     return table

@@ -136,7 +136,7 @@ class Filter:
         self._segments = reading.segments
         if per_step is not None:
             sample, whole = step * per_step, Segment(0, 0, per_step)
-            own = next((one for one in reversed(self._segments) if one.sample <= sample), whole)
+            own = next((segment for segment in reversed(self._segments) if segment.sample <= sample), whole)
             step = own.step + (sample - own.sample) // own.per_step
             self._segments = [whole]
         self.samples = exclusions.samples_at(reading.epoch, step)
@@ -173,27 +173,29 @@ class Filter:
 
     @functools.cached_property
     def excluded(self) -> frozenset[int]:
-        """The excluded samples, by their numbers in the dataset."""
+        """Return the excluded samples, by their numbers in the dataset."""
         numbers: set[int] = set()
         for source, first, length in _positions(self._reading.sources()):
             ranges = self.samples.get(source, [])  # a state may have any numbers
-            inside = {at for start, end in ranges for at in range(max(0, start), min(end, length))}
+            inside = {
+                position for start, end in ranges for position in range(max(0, start), min(end, length))
+            }
             if inside and len(inside) == length:
                 raise ArgumentError(
                     f"the state leaves out all {length:,} samples, so that none can stand in: load another "
                     "state"
                 )
-            numbers |= {first + at for at in inside}
+            numbers |= {first + position for position in inside}
         return frozenset(numbers)
 
     @property
     def withheld(self) -> frozenset[int]:
-        """The samples that a worker must not choose in the place of a bad one."""
+        """Return the samples that a worker must not choose in the place of a bad one."""
         return self.excluded if self._reading.choices else frozenset()
 
     @property
     def changed(self) -> bool:
-        """Whether samples or steps were left out since."""
+        """Return whether samples or steps were left out since."""
         return self._exclusions.version != self._version
 
     def newer(self, step: int) -> Filter:
@@ -216,7 +218,9 @@ class Filter:
 
     def _samples_of(self, step: int) -> Range:
         """Return the samples of a step, over all ranks."""
-        segment = next((one for one in reversed(self._segments) if one.step <= step), Segment(0, 0, 1))
+        segment = next(
+            (earlier for earlier in reversed(self._segments) if earlier.step <= step), Segment(0, 0, 1)
+        )
         first, samples = segment.start(step), self._reading.samples
         end = first + segment.per_step
         return first, end if samples is None or first >= samples else min(end, samples)  # padding follows
@@ -247,9 +251,10 @@ class Exclusions:
     def samples_at(self, epoch: int, step: int) -> Samples:
         """Return the excluded samples, as they hold or held for a step of an epoch."""
         excluded: Samples = {}
-        for one in self._exclusions:
-            if (one.epoch, one.step) <= (epoch, step) and not (one.epoch == epoch and step in one.ahead):
-                for source, ranges in one.samples.items():
+        for exclusion in self._exclusions:
+            delivered_before = exclusion.epoch == epoch and step in exclusion.ahead
+            if (exclusion.epoch, exclusion.step) <= (epoch, step) and not delivered_before:
+                for source, ranges in exclusion.samples.items():
                     excluded[source] = _merged([*excluded.get(source, []), *ranges])
         return excluded
 
@@ -269,10 +274,10 @@ class Exclusions:
         ordered = sorted(set(numbers))
         samples: Samples = {}
         for source, first, length in _positions(sources):
-            inside = [at - first for at in ordered if first <= at < first + length]
+            inside = [position - first for position in ordered if first <= position < first + length]
             if inside:
-                samples[source] = _merged((at, at + 1) for at in inside)
-            before = [pair for one in self._exclusions for pair in one.samples.get(source, [])]
+                samples[source] = _merged((position, position + 1) for position in inside)
+            before = [pair for exclusion in self._exclusions for pair in exclusion.samples.get(source, [])]
             if _merged([*samples.get(source, []), *before]) == [(0, length)]:
                 of = f" of source {source!r}" if source else ""
                 advice = "give it the weight 0" if source else "leave some in"
@@ -314,10 +319,11 @@ class Exclusions:
                 "state_dict() returned it"
             ) from error
         before = self._excluded()
-        self._exclusions, self._skipped = saved.excluded, {one.epoch: one.samples for one in saved.skipped}
+        self._exclusions = saved.excluded
+        self._skipped = {skips.epoch: skips.samples for skips in saved.skipped}
         self.version += 1
         now = self.samples_at(1 << 64, 0)
-        lost = [at for source, at in before if not _holds(now.get(source, []), at)]
+        lost = [position for source, position in before if not _holds(now.get(source, []), position)]
         if lost:
             warnings.warn(
                 f"load_state_dict replaces what is left out: {len(lost):,} excluded samples are not in the "
@@ -328,7 +334,12 @@ class Exclusions:
     def _excluded(self) -> set[tuple[str, int]]:
         """Return (source, position) of all samples that are excluded now."""
         ranges = self.samples_at(1 << 64, 0).items()
-        return {(source, at) for source, pairs in ranges for start, end in pairs for at in range(start, end)}
+        return {
+            (source, position)
+            for source, pairs in ranges
+            for start, end in pairs
+            for position in range(start, end)
+        }
 
 
 def _positions(sources: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
@@ -364,6 +375,6 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-def _holds(merged: Sequence[Range], at: int) -> bool:
-    number = bisect.bisect_right(merged, (at, math.inf)) - 1
-    return number >= 0 and at < merged[number][1]
+def _holds(merged: Sequence[Range], position: int) -> bool:
+    number = bisect.bisect_right(merged, (position, math.inf)) - 1
+    return number >= 0 and position < merged[number][1]

@@ -11,6 +11,7 @@ with another number of ranks, another batch size, other weights or other sources
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -22,7 +23,7 @@ import torch.distributed
 
 from fastload.distributed.agreement import Ranks, can_agree
 from fastload.errors import ArgumentError
-from fastload.order.mixing import ONE, Mixing, in_units
+from fastload.order.mixing import ONE, Mixing, Proportions, in_units
 from fastload.order.sampler import DistributedSampler
 
 _VERSION = 1
@@ -71,6 +72,8 @@ class MixtureSampler(DistributedSampler):
         ArgumentError: the dataset is no `Mixture`, or as `DistributedSampler`.
     """
 
+    _checks_length = False  # but that of each source
+
     def __init__(
         self,
         mixture: Any,
@@ -79,25 +82,26 @@ class MixtureSampler(DistributedSampler):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if not hasattr(mixture, "weights_in"):
+        proportions = getattr(mixture, "_proportions", None)
+        if not isinstance(proportions, Proportions):
             raise ArgumentError(f"mixture must be a fastload.Mixture, found {type(mixture).__name__}")
-        self._mixture = mixture
+        self._mixture = proportions
         super().__init__(mixture, num_replicas, rank, shuffle, seed)
         self.num_samples = self._share(0)
         self.total_size = self.num_samples * self.num_replicas
-        self._lengths: dict[str, int] = mixture.lengths
+        self._lengths = proportions.lengths
         self._sources = list(self._lengths.items())
-        were_set, nothing = mixture.weights_that_were_set, [0] * len(self._lengths)
+        were_set, nothing = proportions.were_set, [0] * len(self._lengths)
         self._were_set = were_set is not None  # the weights, while the mixture was read
-        self._mixing = Mixing(in_units(were_set or mixture.weights_in(self.epoch)), nothing, nothing, 0)
+        self._mixing = Mixing(in_units(were_set or proportions.weights_in(self.epoch)), nothing, nothing, 0)
         self._changes: list[_Change] = []  # that may not have taken effect in what was handed out
         self._made: list[_Change] = []  # all of this run
-        self._handed_out: dict[str, Any] | None = None  # the state there, while a loader says so
+        self._delivered: dict[str, Any] | None = None  # the state there, while a loader says so
         self._passes: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}  # source -> (number, its order)
         self._ranks: Ranks | None = None
 
     def __iter__(self) -> Iterator[int]:
-        self.start_epoch()
+        self._start_epoch()
         assert self._start is not None
         epoch, start, mixing = self.epoch, self._start, self._mixing.copy()
         self._start, self._begun = None, True
@@ -113,10 +117,10 @@ class MixtureSampler(DistributedSampler):
             self._mixing, self._position = mixing, (epoch, start + row * self.num_replicas)
             yield self._index(source, number)
         if self._position[0] == epoch and self._start is None:
-            self.start_epoch()
+            self._start_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in plain numbers: epoch, and of each source its samples, weight and due."""
+        """Return the position in plain numbers: epoch, and of each source its samples, weight and due."""
         epoch, consumed = self._position
         mixing, names = self._mixing, self._lengths
         columns = zip(names, names.values(), mixing.counts, mixing.weights, mixing.dues, strict=True)
@@ -135,10 +139,10 @@ class MixtureSampler(DistributedSampler):
                 for name, length, samples, weight, due in columns
             },
         }
-        return self.with_changes(state)
+        return self._with_changes(state)
 
-    def with_changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state that this sampler gave earlier, with the changes of weights that were decided since."""
+    def _with_changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an earlier state, with the changes of weights that were decided since."""
         later = [change for change in self._changes if change.at >= state["drawn"]]
         return dict(state) | {
             "changes": [[at, dict(zip(self._lengths, weights, strict=True))] for at, weights in later]
@@ -174,14 +178,14 @@ class MixtureSampler(DistributedSampler):
             weights = in_units(self._mixture.weights_in(self.epoch))
         self._mixing = self._resumed(state_dict, weights)
         self._made = list(self._changes)
-        self._handed_out = None
+        self._delivered = None
         last = self._changes[-1].weights if self._changes else weights
         in_force = {name: Fraction(unit, ONE) for name, unit in zip(lengths, last, strict=True)}
-        self._mixture.weights_that_were_set = in_force if self._were_set or self._changes else None
+        self._mixture.were_set = in_force if self._were_set or self._changes else None
         self._mixture.reader = self
 
-    def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """These weights, from the next sample on that no rank has drawn yet. All ranks call it together.
+    def _set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Use these weights from the next sample on that no rank has drawn yet. All ranks call it together.
 
         Raises:
             ArgumentError: another rank sets other weights.
@@ -198,20 +202,24 @@ class MixtureSampler(DistributedSampler):
                         "ranks, at the same step"
                     )
                 at = max(at, other["at"])
-        begun = self._mixing.total if self._handed_out is None else self._handed_out["drawn"]
+        begun = self._mixing.total if self._delivered is None else self._delivered["drawn"]
         self._changes = [change for change in self._changes if begun <= change.at < at]
         self._changes.append(_Change(at, units))
         self._made = [change for change in self._made if change.at < at]
         self._made.append(_Change(at, units))
 
-    def changes_since(self, drawn: int) -> list[tuple[int, list[int]]]:
-        """(samples drawn before, weights) of each change of the weights that this run has made since."""
-        return [(change.at, change.weights) for change in self._made if change.at >= drawn]
+    def _changes_since(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
+        return [(change.at, change.weights) for change in self._made if change.at >= state["drawn"]]
 
-    def at_state(
+    def _deal(self, state: Mapping[str, Any] | None = None) -> None:
+        return None
+
+    def _at_state(
         self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int
     ) -> MixtureSampler:
-        """A copy that stands at a state, with the changes of weights that were made after it.
+        """Return a copy that stands at a state, with the changes of weights that were made after it.
+
+        Iterating over it does not make it the reader of the mixture.
 
         Raises:
             ArgumentError: the mixture has other sources than in that state, or had weights by a function.
@@ -223,35 +231,36 @@ class MixtureSampler(DistributedSampler):
         constant = state["given"] is not None
         if not (constant or state["consumed"] or state["were_set"]) and self._mixture.given() is not None:
             raise ArgumentError("the mixture had weights by a function of the epoch then, and has others now")
-        again = self.at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
+        again = self._at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
         assert isinstance(again, MixtureSampler)
         again._were_set = constant or bool(state["were_set"])  # so the weights are those of the state
         again._changes = [_Change(int(at), list(weights)) for at, weights in changes]
         weights = [state["sources"][name]["weight"] for name in self._lengths]
         again._mixing = again._resumed(state, weights)
-        again._handed_out, again._passes = None, {}
+        again._mixture, again._delivered, again._passes = copy.copy(self._mixture), None, {}
         return again
 
     # --- what reached the user
 
-    def handed_out(self, state: Mapping[str, Any]) -> None:
-        """A loader draws ahead: this is the state at what it has handed out."""
-        self._handed_out = dict(state)
+    def _note_delivered(self, state: Mapping[str, Any]) -> None:
+        """Note the state at the samples that were delivered, since a loader draws ahead."""
+        self._delivered = dict(state)
         self._changes = [change for change in self._changes if change.at >= state["drawn"]]
 
-    def give_back(self) -> None:
-        """What was drawn and not handed out is drawn again in the next epoch."""
-        if self._handed_out is None:
-            return
-        state, self._handed_out = self._handed_out, None
+    def _rewind(self) -> bool:
+        """Let what was drawn and not delivered be drawn again in the next epoch."""
+        if self._delivered is None:
+            return True
+        state, self._delivered = self._delivered, None
         weights = [state["sources"][name]["weight"] for name in self._lengths]
         if self._changes:
             weights, self._changes, self._were_set = self._changes[-1].weights, [], True
         self._mixing = self._resumed(state, weights)
+        return True
 
-    def samples_of_sources(self) -> tuple[dict[str, int], dict[str, float]]:
-        """(samples, weight) of each source at what was handed out."""
-        state = self.state_dict() if self._handed_out is None else self._handed_out
+    def _samples_of_sources(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Return (samples, weight) of each source at what was delivered."""
+        state = self.state_dict() if self._delivered is None else self._delivered
         sources = state["sources"]
         samples = {name: source["samples"] for name, source in sources.items()}
         return samples, {name: source["weight"] / ONE for name, source in sources.items()}
@@ -259,7 +268,7 @@ class MixtureSampler(DistributedSampler):
     # --- what this is made of
 
     def _length(self) -> int:
-        return int(self._mixture.num_samples)
+        return self._mixture.num_samples
 
     def _share(self, start: int) -> int:
         return -(-max(0, self._length() - start) // self.num_replicas)
@@ -280,7 +289,7 @@ class MixtureSampler(DistributedSampler):
         return source
 
     def _index(self, source: int, number: int) -> int:
-        """The index of the sample that a source gives as its sample `number`."""
+        """Return the index of the sample that a source gives as its sample `number`."""
         name, length = self._sources[source]
         lap, position = divmod(number, length)
         if self.shuffle:
@@ -292,8 +301,8 @@ class MixtureSampler(DistributedSampler):
 
     def _resumed(self, state: Mapping[str, Any], weights: list[int]) -> Mixing:
         new = {"samples": 0, "due": 0}
-        found = [state["sources"].get(name, new) for name in self._lengths]
-        counts, dues = ([int(source[what]) for source in found] for what in ("samples", "due"))
+        sources = [state["sources"].get(name, new) for name in self._lengths]
+        counts, dues = ([int(source[what]) for source in sources] for what in ("samples", "due"))
         return Mixing(weights, counts, dues, int(state["drawn"]))
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -321,8 +330,29 @@ class MixtureSampler(DistributedSampler):
                 )
 
 
+class MixedAt(NamedTuple):
+    """What a state of a `MixtureSampler` says of its mixture.
+
+    Attributes:
+        proportions: its sources, and the weights that were given.
+        drawn: samples drawn since the run began.
+        consumed: samples of the epoch, over all ranks.
+    """
+
+    proportions: tuple[list[str], Any]
+    drawn: int
+    consumed: int
+
+
+def mixed_at(state: Any) -> MixedAt | None:
+    """Return what the state of a sampler says of a mixture; None where it is not a mixture's."""
+    if not isinstance(state, dict) or not {"sources", "given", "drawn", "consumed"} <= state.keys():
+        return None
+    return MixedAt((list(state["sources"]), state["given"]), state["drawn"], state["consumed"])
+
+
 def _permutation(length: int, seed: int, name: str, lap: int) -> np.ndarray[Any, Any]:
-    """The order of a pass over a source. By the name, so that it does not depend on the other sources."""
+    """Return the order of a pass over a source. By its name, so that it does not depend on other sources."""
     number = hashlib.blake2b(repr((seed, name, lap)).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
     dtype = torch.int32 if length < 1 << 31 else torch.int64

@@ -17,20 +17,11 @@ from torch.utils.data import BatchSampler
 
 from fastload.errors import ArgumentError
 from fastload.order.exclusions import Segment
-from fastload.order.mixture_sampler import MixtureSampler
-from fastload.order.sampler import DistributedSampler
+from fastload.order.mixture_sampler import mixed_at
+from fastload.order.sampler import Dealt, DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 
 _END = object()
-
-
-@dataclass(frozen=True)
-class Dealt:
-    """Where a `DistributedSampler` stood: the samples that all ranks had read, and how its order is dealt."""
-
-    consumed: int
-    nodes: int
-    exchange: float
 
 
 @dataclass(frozen=True)
@@ -73,10 +64,9 @@ class EpochOrder:
         cls, samplers: Samplers, epoch: int, step: int, sampler: SamplerState, **others: Any
     ) -> EpochOrder:
         """Return the order of an epoch that these samplers read from a step on."""
-        dealt, state = None, sampler.state
-        if isinstance(samplers.stateful, DistributedSampler) and samplers.mixture is None:
-            dealt = Dealt(state["consumed"], state["nodes"], state["exchange"])
-            sampler = replace(sampler, epoch=state["epoch"], state=None)
+        dealt = None if samplers.dealer is None else samplers.dealer._deal(sampler.state)
+        if dealt is not None:
+            sampler = replace(sampler, epoch=sampler.state["epoch"], state=None)
         size, replicas = samplers.batch_size, samplers.replicas
         return cls(epoch, step, size, replicas, samplers.per_step(), sampler, dealt, **others)
 
@@ -101,7 +91,7 @@ class EpochOrder:
         """
         if self.generators is not None:
             samplers.write_generators(self.generators)
-        if not isinstance(samplers.stateful, DistributedSampler):
+        if samplers.dealer is None:
             samplers.load(self.sampler)
         index_sampler = samplers.from_origin(self.origin)
         if type(index_sampler) is BatchSampler and index_sampler.batch_size != self.batch_size:
@@ -166,11 +156,16 @@ class EpochOrder:
         own = last.rank if rank is None else rank
         if own >= ranks:
             raise ArgumentError(f"epoch {self.epoch} was read by {ranks} ranks, found rank {own}")
-        if isinstance(last, MixtureSampler):
-            moved: Any = last.at_state(self.sampler.state, self.changes, rank=own, replicas=ranks)
-        elif isinstance(last, DistributedSampler) and self.dealt is None:  # its batch sampler has the state
+        moved: torch.utils.data.DistributedSampler[Any]
+        if not isinstance(last, DistributedSampler):
+            moved = samplers.copied(dataset).last
+            arguments = (last.shuffle, last.seed, last.drop_last)
+            torch.utils.data.DistributedSampler.__init__(moved, last.dataset, ranks, own, *arguments)
+        elif samplers.dealer is not last:  # its batch sampler has the state
             return samplers.copied(dataset), self
-        elif isinstance(last, DistributedSampler) and self.dealt is not None:
+        elif self.dealt is None:
+            moved = last._at_state(self.sampler.state, self.changes, rank=own, replicas=ranks)
+        else:
             dealt, consumed = self.dealt, self.dealt.consumed
             if samplers.known_by_epoch:  # each step takes a batch of samples in turn
                 consumed += (step - self.step) * (self.batch_size or 1) * ranks
@@ -178,11 +173,7 @@ class EpochOrder:
             # Another number of ranks may be on other nodes.
             nodes = None if replicas is not None and dealt.nodes != 1 else (dealt.nodes, dealt.exchange)
             epoch = self.sampler.epoch or 0
-            moved = last.at(epoch, consumed, rank=own, replicas=ranks, dealt=nodes)
-        else:
-            moved = samplers.copied(dataset).last
-            arguments = (last.shuffle, last.seed, last.drop_last)
-            torch.utils.data.DistributedSampler.__init__(moved, last.dataset, ranks, own, *arguments)
+            moved = last._at(epoch, consumed, rank=own, replicas=ranks, dealt=nodes)
         return samplers.copied(dataset, moved), order
 
 
@@ -210,7 +201,7 @@ def order_at(
                 f"rank={rank}: the order comes from {samplers.names}, which deals to one rank"
             )
     known = orders[:1] if replicas is not None else orders
-    order = next((one for one in reversed(known) if one.step <= step), None)
+    order = next((earlier for earlier in reversed(known) if earlier.step <= step), None)
     if order is None or (replicas is not None and order.step):
         raise ArgumentError(
             f"epoch {orders[0].epoch} is known from step {orders[0].step} on, where this run took it up"
@@ -229,8 +220,8 @@ def segments_of(orders: Iterable[EpochOrder]) -> list[Segment]:
             sample = segments[-1].start(order.step)
         elif order.step and order.dealt is not None:
             sample = order.dealt.consumed
-        elif order.step and isinstance(order.sampler.state, dict) and order.replicas is not None:
-            sample = int(order.sampler.state.get("consumed", sample))  # of a mixture
+        elif order.step and (mixed := mixed_at(order.sampler.state)) is not None:
+            sample = mixed.consumed
         segments.append(Segment(order.step, sample, order.per_step))
     return segments
 

@@ -1,18 +1,26 @@
-"""How much of an epoch was delivered, and the order that it is delivered in."""
+"""How much of an epoch was delivered, the order that it is delivered in, and the orders of past epochs.
+
+The orders of a run are kept, some hundred bytes an epoch, so that they can be made again.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from fastload.errors import ArgumentError
 from fastload.order.exclusions import Edited, Filter
+from fastload.order.mixture_sampler import mixed_at
 from fastload.order.order import EpochOrder
+from fastload.order.sampler import DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
 
 _END = object()
+_STATES_KEPT = 2  # epochs whose order comes from a generator's or a sampler's state: kilobytes each
 
 
 class Streams(Protocol):
@@ -58,7 +66,7 @@ class Position:
         sampler: its state after the prefix.
         check: a sum over the indices of the prefix, of a checked order.
         drawn: of a checked order: batches, and the sum over them.
-        steps_left_out: of those that were skipped, in the prefix.
+        steps_skipped: of those that were skipped, in the prefix.
         filter: what is left out; None where samples have no index.
     """
 
@@ -82,7 +90,7 @@ class Position:
         self.sampler = samplers.state()
         self.check: int | None = 0
         self.drawn: tuple[int, int | None] = (0, 0)
-        self.steps_left_out = 0
+        self.steps_skipped = 0
         self.filter: Filter | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
         generators = samplers.generators() if samplers.user_defined else None
@@ -101,12 +109,12 @@ class Position:
 
     @property
     def epoch(self) -> int:
-        """The loader's count."""
+        """Return the loader's count."""
         return self.order.epoch
 
     @property
     def base_seed(self) -> int:
-        """Of the workers, as torch drew it."""
+        """Return the seed of the workers, as torch drew it."""
         return self.order.base_seed or 0
 
     def resume(self, saved: State) -> None:
@@ -229,7 +237,7 @@ class Position:
                 break
             if first in self._skipped:
                 self._skipped.remove(first)
-                self.steps_left_out += 1
+                self.steps_skipped += 1
             else:
                 ahead.remove(first)
             if noted:
@@ -261,7 +269,7 @@ class Position:
 
     @property
     def ran_on(self) -> bool:
-        """Workers may have read on from datasets with a state after the user had left."""
+        """Return whether workers may have read on from stateful datasets after the user had left."""
         return not self.finished and any(worker.state is not None for worker in self.workers)
 
     def write(self, state: State) -> None:
@@ -277,3 +285,138 @@ class Position:
         state.generators = self._samplers.generators() if order.generators is None else order.generators
         state.next_worker, state.base_seed, state.workers = self.next_worker, self.base_seed, self.workers
         state.streams = None if self.streams is None else self.streams.state()
+
+
+class History:
+    """The orders of one loader's run, over its resumes. Plain data, as the position is."""
+
+    def __init__(self) -> None:
+        self._orders: list[EpochOrder] = []
+        self._running: tuple[Position, Samplers] | None = None
+
+    def begin(self, samplers: Samplers, position: Position) -> None:
+        """Note that an epoch begins, or goes on after a resume."""
+        self._settle()
+        known = self._of(position.epoch) if position.batches else []
+        self._orders = [order for order in self._orders if order.epoch < position.epoch]
+        self._orders += continued(known, position.order, samplers)
+        self._running = (position, samplers)
+
+    def find(self, epoch: int) -> list[EpochOrder]:
+        """Return the orders of an epoch that has begun; [] where nothing is known."""
+        self._settle()
+        return self._of(epoch)
+
+    def state(self) -> list[EpochOrder]:
+        """Return all orders."""
+        self._settle()
+        return list(self._orders)
+
+    def load(self, orders: list[EpochOrder]) -> None:
+        """Take up the history in a loader's state."""
+        self._running = None
+        self._orders = copy.deepcopy(orders)
+
+    def coming(self, samplers: Samplers, epoch: int, coming: int, *, persistent: bool) -> EpochOrder:
+        """Return the order of an epoch that has not begun, where that is known already.
+
+        Args:
+            coming: the loader's number of the next epoch.
+            persistent: the workers keep their seed.
+
+        Raises:
+            ArgumentError: its order is drawn when it begins.
+        """
+        if not (samplers.seeded or samplers.known_by_epoch):
+            raise ArgumentError(
+                f"epoch {epoch} has not begun, and {samplers.names[-1]} draws its order then: give an epoch "
+                "that has begun; or give the DataLoader a seed=, or use fastload.DistributedSampler, where "
+                "the order of an epoch is known by its number"
+            )
+        orders = self.state()
+        last = orders[-1] if orders else None
+        order = EpochOrder(
+            epoch,
+            0,
+            samplers.batch_size,
+            samplers.replicas,
+            samplers.per_step(),
+            SamplerState(self._coming_number(samplers, epoch, coming, last), None, over=False),
+            base_seed=last.base_seed if last is not None and persistent else None,
+            origin=samplers.origin(epoch) if samplers.seeded else None,
+        )
+        last_sampler = samplers.last
+        dealt = last_sampler._deal() if isinstance(last_sampler, DistributedSampler) else None
+        return replace(order, dealt=dealt)
+
+    def _coming_number(
+        self, samplers: Samplers, epoch: int, coming: int, last: EpochOrder | None
+    ) -> int | None:
+        """Return the sampler's number of a coming epoch, if `set_epoch` goes on counting as so far."""
+        number = samplers.epoch
+        firsts = {begun.epoch: begun.sampler.epoch for begun in reversed(self._orders)}
+        counts = [firsts[begun] for begun in sorted(firsts)[-2:]]
+        repeats = len(counts) == 2 and counts[0] == counts[1]  # nobody calls `set_epoch`
+        if number is None or last is None:
+            return None if number is None else number + (epoch - coming)
+        before = last.sampler.epoch
+        if before is None or (epoch == coming and number != before):
+            return number + (0 if repeats else epoch - coming)
+        return before + (0 if repeats else epoch - last.epoch)
+
+    def _of(self, epoch: int) -> list[EpochOrder]:
+        return [order for order in self._orders if order.epoch == epoch]
+
+    def _settle(self) -> None:
+        """Note what the running epoch's order was made from, once its first index is drawn."""
+        if self._running is None:
+            return
+        (position, samplers), last = self._running, self._orders[-1]
+        if last.streamed:
+            return
+        drawn = position.order
+        last = replace(last, origin=drawn.origin, generators=drawn.generators or None)
+        self._orders[-1] = replace(last, check=position.drawn if samplers.checked else None)
+        kept = sorted({order.epoch for order in self._orders})[-_STATES_KEPT:][0]
+        for number, order in enumerate(self._orders):
+            if order.epoch == position.epoch:
+                if _proportions(order) is not None and _proportions(order) == _proportions(last):
+                    later = samplers.changes_since(order.sampler)
+                    changes = sorted((dict(order.changes) | dict(later)).items())
+                    self._orders[number] = replace(order, changes=changes)
+            elif order.epoch < kept:
+                self._orders[number] = _without_states(order)
+
+
+def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -> list[EpochOrder]:
+    """Return the orders of an epoch that these samplers read from `order.step` on."""
+    earlier = [replace(known, base_seed=order.base_seed) for known in orders if known.step < order.step]
+    if not earlier:
+        return [order]
+    before = earlier[-1]
+    mixed = mixed_at(order.sampler.state)
+    if mixed is not None and _proportions(before) != mixed.proportions:
+        # Weights that were to be set later may not be set now.
+        earlier = [
+            replace(known, changes=[change for change in known.changes if change[0] < mixed.drawn])
+            for known in earlier
+        ]
+        order = replace(order, changes=samplers.changes_since(order.sampler))
+    elif (before.batch_size, before.replicas) == (order.batch_size, order.replicas):
+        return earlier
+    return [*earlier, order]
+
+
+def _proportions(order: EpochOrder) -> Any:
+    """Return the sources and weights that a mixture was given; None where the order is not of a mixture."""
+    mixed = mixed_at(order.sampler.state)
+    return None if mixed is None else mixed.proportions
+
+
+def _without_states(order: EpochOrder) -> EpochOrder:
+    """Return an order that lies far back without its kilobytes: it is not known any more."""
+    drawn = order.generators or (order.origin is not None and order.origin.torch is not None)
+    if not drawn and order.sampler.state is None:
+        return order
+    sampler = replace(order.sampler, state=None)
+    return replace(order, sampler=sampler, origin=None, generators=None, changes=[], forgotten=True)

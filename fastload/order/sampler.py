@@ -4,8 +4,13 @@
     rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
 
 The samples that all ranks have read are a prefix of the order, and a prefix has only a length. So any other
-number of ranks can resume at a position. With `partition="node"` the order deals every node its own share;
-see `fastload.order.partition`.
+number of ranks can resume at a position. With `partition="node"` every node keeps to a share of its own:
+
+    n nodes     base:  b0 b1 ... bn-1 │ bn bn+1 ...        position p belongs to node p mod n
+    an epoch    order: each node's share shuffled inside, so position p is still node (p mod n)'s
+
+The shares depend only on the dataset's length and the number of nodes. So the records that a run, or
+`fastload warm`, has put on a node's SSD serve the next run, whatever its seed.
 """
 
 from __future__ import annotations
@@ -13,21 +18,30 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.utils.data
 
 from fastload.checks import check_one_of
-from fastload.distributed import find_rank
+from fastload.distributed import find_launched, find_rank
 from fastload.distributed.agreement import can_agree
 from fastload.errors import ArgumentError
-from fastload.order.partition import RankPosition, find_position, node_order, node_shares
 
 _VERSION = 1
 _MODES = ("train", "eval")
 _CHUNK = 4096  # indices that are Python ints at one time
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Where a `DistributedSampler` stood: the samples that all ranks had read, and how its order is dealt."""
+
+    consumed: int
+    nodes: int
+    exchange: float
 
 
 class DistributedSampler(torch.utils.data.DistributedSampler[int]):
@@ -85,6 +99,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             nodes with unequally many ranks.
     """
 
+    _checks_length: ClassVar[bool] = True  # a loader's state is refused where the dataset's length differs
+
     def __init__(
         self,
         dataset: Sized,
@@ -121,9 +137,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.mode = mode
         self.exchange = exchange
         by_node = partition == "node"
-        self.place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
-        self._column = _column(self.place)
-        self._dealt = (self.place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
+        self._place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
+        # This rank reads the samples `_column`, `_column + num_replicas`, ... of the order of all ranks.
+        self._column = _column(self._place)
+        self._dealt = (self._place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
         if mode == "eval":
             self.num_samples = self._share(0)
             self.total_size = len(dataset)
@@ -132,14 +149,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._start: int | None = None  # where the next iteration starts, once that is settled
         self._position = (0, 0)  # (epoch, samples consumed on all ranks)
 
-    @property
-    def column(self) -> int:
-        """This rank reads the samples `column`, `column + num_replicas`, ... of the order of all ranks."""
-        return self._column
-
     def __iter__(self) -> Iterator[int]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
-        self.start_epoch()
+        self._start_epoch()
         assert self._start is not None
         epoch, start, replicas = self.epoch, self._start, self.num_replicas
         self._start, self._begun = None, True
@@ -158,10 +170,18 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 self._position = (epoch, consumed)
                 yield index
         if self._position[0] == epoch and self._start is None:
-            self.start_epoch()
+            self._start_epoch()
+
+    def __repr__(self) -> str:
+        length = known_length(self.dataset)
+        samples = "shards that are not indexed" if length is None else f"{length:,} samples"
+        return (
+            f"{type(self).__name__}({samples}, num_replicas={self.num_replicas}, rank={self.rank}, "
+            f"shuffle={self.shuffle}, seed={self.seed})"
+        )
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Return samples of this rank in a whole epoch."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
@@ -174,12 +194,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                     stacklevel=2,
                 )
             self._start = 0
-            self._dealt = (self.place.nodes, self.exchange)
+            self._dealt = (self._place.nodes, self.exchange)
         self.epoch = epoch
         self._advances = False
         self._position = (epoch, self._start)
 
-    def start_epoch(self) -> None:
+    def _start_epoch(self) -> None:
         """Fix the epoch of the next iteration before the first draw. A repeated call changes nothing.
 
         Raises:
@@ -192,31 +212,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self.epoch += 1
         self._begun = False
         self._start = 0
-        self._dealt = (self.place.nodes, self.exchange)
+        self._dealt = (self._place.nodes, self.exchange)
         self._position = (self.epoch, 0)
-
-    def at(
-        self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
-    ) -> DistributedSampler:
-        """A copy that stands at another place: the samples of a rank there, and of any number of ranks.
-
-        Args:
-            epoch, consumed: the place, as in a state.
-            dealt: (nodes, exchange) of the order of that epoch; None: as this sampler deals it.
-
-        Raises:
-            ArgumentError: the nodes do not have equally many ranks.
-        """
-        again = copy.copy(self)
-        again.rank, again.num_replicas, again._found = rank, replicas, (False, False)
-        if (rank, replicas) != (self.rank, self.num_replicas):
-            nodes = self.place.nodes
-            again.place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
-            again._column = _column(again.place)
-        again._dealt = dealt or (again.place.nodes, again.exchange)
-        again.epoch, again._start, again._begun = epoch, consumed, False
-        again._position = (epoch, consumed)
-        return again
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
@@ -264,10 +261,66 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self._start:
             self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
         else:
-            self._dealt = (self.place.nodes, self.exchange)
+            self._dealt = (self._place.nodes, self.exchange)
+
+    # --- for a loader, which draws ahead
+
+    def _note_delivered(self, state: Mapping[str, Any]) -> None:
+        """Note the state at the samples that were delivered."""
+
+    def _rewind(self) -> bool:
+        """Let what was drawn and not delivered be drawn again, where the next epoch begins with that."""
+        return False
+
+    def _with_changes(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an earlier state, with what was decided since about the samples after it."""
+        return state
+
+    def _changes_since(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
+        """Return (samples drawn before, weights) of each change of weights since a state."""
+        return []
+
+    def _deal(self, state: Mapping[str, Any] | None = None) -> Dealt | None:
+        """Return all that the order depends on in a state (None: of an epoch that begins) beside the epoch.
+
+        None: it depends on more.
+        """
+        if state is None:
+            return Dealt(0, self._place.nodes, self.exchange)
+        return Dealt(state["consumed"], state["nodes"], state["exchange"])
+
+    def _at_state(
+        self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int
+    ) -> DistributedSampler:
+        """Return a copy that stands at a state, with the changes of weights that were made after it."""
+        dealt = (state["nodes"], state["exchange"])
+        return self._at(state["epoch"], state["consumed"], rank=rank, replicas=replicas, dealt=dealt)
+
+    def _at(
+        self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
+    ) -> DistributedSampler:
+        """Return a copy that stands elsewhere: the samples of a rank there, and of any number of ranks.
+
+        Args:
+            epoch, consumed: the place, as in a state.
+            dealt: (nodes, exchange) of the order of that epoch; None: as this sampler deals it.
+
+        Raises:
+            ArgumentError: the nodes do not have equally many ranks.
+        """
+        again = copy.copy(self)
+        again.rank, again.num_replicas, again._found = rank, replicas, (False, False)
+        if (rank, replicas) != (self.rank, self.num_replicas):
+            nodes = self._place.nodes
+            again._place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
+            again._column = _column(again._place)
+        again._dealt = dealt or (again._place.nodes, again.exchange)
+        again.epoch, again._start, again._begun = epoch, consumed, False
+        again._position = (epoch, consumed)
+        return again
 
     def _check_found(self) -> None:
-        """A launcher may tell its ranks by torch.distributed only. Without this each would read all."""
+        """Check the rank again, which a launcher may tell by torch.distributed only: each would read all."""
         if not any(self._found) or not can_agree():
             return
         rank, replicas = find_rank()
@@ -282,21 +335,21 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
 
     def _length(self) -> int | None:
-        """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
+        """Return the length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
         return indexed_length(self.dataset)
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return False
 
     def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
-        """The samples in the order of an epoch; None: by index."""
+        """Return the samples in the order of an epoch; None: by index."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self.shuffle:
             return node_order(length, nodes, exchange, self.seed + epoch)
         return None if nodes == 1 else node_shares(length, nodes)
 
     def _share(self, start: int) -> int:
-        """The number of samples of this rank from `start` on."""
+        """Return the number of samples of this rank from `start` on."""
         left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
         if self.mode == "eval":
             return max(0, -(-(left - self._column) // self.num_replicas))
@@ -348,7 +401,7 @@ class ShardSampler(DistributedSampler):
         del self.num_samples, self.total_size  # of (): see `__getattr__`
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
+        """Return samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
 
         Raises:
             TypeError: the shards of the dataset are not indexed yet, and it has no such hint.
@@ -363,11 +416,11 @@ class ShardSampler(DistributedSampler):
             return whole if self.mode == "eval" else len(self) * self.num_replicas
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def begin(self) -> None:
-        """A stream of this epoch was read: the next iteration is the next epoch."""
+    def _begin_stream(self) -> None:
+        """Note that a stream of this epoch was read: the next iteration is the next epoch."""
         self._start, self._begun = None, True
 
-    def check_streamable(self, *, over: bool) -> None:
+    def _check_streamable(self, *, over: bool) -> None:
         """Raise ArgumentError if the loaded position needs an indexed dataset.
 
         Args:
@@ -392,19 +445,19 @@ class ShardSampler(DistributedSampler):
 
 
 def indexed_length(dataset: Any) -> int:
-    """The number of samples that can be asked for by index. `len()` of shards may be a hint instead.
+    """Return the number of samples that can be asked for by index. `len()` of shards may be a hint instead.
 
-    It is the result of the dataset's `indexed_length`, if it has this method.
+    It is the result of the dataset's `_indexed_length`, if it has this method.
 
     Raises:
         TypeError: the samples are not indexed yet.
     """
-    counted = getattr(dataset, "indexed_length", None)
+    counted = getattr(dataset, "_indexed_length", None)
     return len(dataset) if counted is None else int(counted())
 
 
 def known_length(thing: Any) -> int | None:
-    """`indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
+    """Return `indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
     try:
         return indexed_length(thing)
     except (TypeError, NotImplementedError):
@@ -412,7 +465,7 @@ def known_length(thing: Any) -> int | None:
 
 
 def _column(place: RankPosition) -> int:
-    """The column of a rank in a row of one sample for each rank."""
+    """Return the column of a rank in a row of one sample for each rank."""
     return place.local * place.nodes + place.node
 
 
@@ -425,3 +478,98 @@ def _check_partition(partition: str | None, exchange: float, num_nodes: int | No
         raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
     if exchange and not shuffle:
         raise ArgumentError("exchange moves random samples, which shuffle=False forbids: leave one out")
+
+
+# --- the share of each node
+
+
+class RankPosition(NamedTuple):
+    """A rank's position in the job: rank `local` of node `node` of `nodes`."""
+
+    node: int
+    local: int
+    nodes: int
+
+
+def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
+    """Return the position of a rank: from `nodes`, neighbouring ranks then sharing one, or from the launcher.
+
+    Raises:
+        ArgumentError: no launcher tells it, or the nodes do not have equally many ranks.
+    """
+    position = _by_number(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
+    if position is None and replicas > 1:
+        raise ArgumentError(
+            f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) tells "
+            f"the node of rank {rank}; pass num_nodes"
+        )
+    position = position or RankPosition(0, 0, 1)
+    per_node, left = divmod(replicas, position.nodes)
+    if left or not (0 <= position.node < position.nodes and 0 <= position.local < per_node):
+        raise ArgumentError(
+            f"partition='node' needs equally many ranks on every node, found {replicas} ranks on "
+            f"{position.nodes} nodes; this rank is number {position.local} of node {position.node}"
+        )
+    return position
+
+
+def _by_number(rank: int, replicas: int, nodes: int) -> RankPosition:
+    if not 1 <= nodes <= replicas:
+        raise ArgumentError(f"num_nodes must be from 1 to the {replicas} ranks, found {nodes}")
+    return RankPosition(*divmod(rank, max(1, replicas // nodes)), nodes)
+
+
+def _launched(rank: int, replicas: int) -> RankPosition | None:
+    for said in find_launched(rank, replicas):
+        if said.node is not None and said.local is not None and said.nodes is not None:
+            return RankPosition(said.node, said.local, said.nodes)
+    return None
+
+
+def node_shares(length: int, nodes: int) -> torch.Tensor:
+    """Return the samples (int64, shape (length,)); those at positions k, k + nodes, ... are node k's.
+
+    Each `nodes` neighbours of the listing go to different nodes, in random order. So every node gets its part
+    of each class in a sorted listing, and of both kinds in one that alternates (left image, right image).
+    """
+    if nodes == 1:
+        return torch.arange(length, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    rows, tail = divmod(length, nodes)
+    # All with dtype and device: the defaults are the training script's, and may differ between runs.
+    shares = torch.arange(length, device="cpu")
+    if rows:  # `nodes` may come from a hostile state: even an empty array of so many columns takes memory
+        within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
+        first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
+        shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
+    shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
+    return shares
+
+
+def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Tensor:
+    """Return the order of an epoch: position p is read by node p mod `nodes`.
+
+    For one node this is `torch.randperm` with that seed.
+
+    Args:
+        exchange: the fraction of each node's samples that another node reads in this epoch. Each of them is
+            swapped along a random ring, so every node gives and gets equally many.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if nodes == 1:
+        return _permutation(length, generator)
+    order = node_shares(length, nodes)
+    for node in range(min(nodes, length)):
+        share = order[node::nodes]
+        order[node::nodes] = share[_permutation(len(share), generator)]
+    rows = length // nodes
+    moving = _permutation(rows, generator)[: round(exchange * rows)]
+    if len(moving):
+        table = order[: rows * nodes].view(rows, nodes)
+        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
+        table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
+    return order
+
+
+def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randperm(length, generator=generator, device="cpu")

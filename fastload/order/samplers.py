@@ -93,7 +93,7 @@ class Samplers:
         tracks_state: after each batch its state is that of the position. torch's BatchSampler takes no more
             from its sampler than it gives out. One of the user's own may, so there the state is used as it
             was when the epoch began, and the batches are passed over.
-        mixture: `stateful`, if it is the sampler of a mixture.
+        dealer: `stateful`, if it is fastload's and deals to ranks.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
@@ -119,7 +119,7 @@ class Samplers:
         self.stateful = next((part for part in parts if is_stateful(part)), None)
         batches = getattr(type(index_sampler), "__iter__", None) is BatchSampler.__iter__
         self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
-        self.mixture = self.stateful if isinstance(self.stateful, MixtureSampler) else None
+        self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
         self.user_defined = not self.tracks_state and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
@@ -178,25 +178,30 @@ class Samplers:
     def start_epoch(self) -> None:
         """Fix the epoch of the samplers that count epochs by themselves."""
         self.rewind()
-        if isinstance(self.stateful, DistributedSampler):
-            self.stateful.start_epoch()
+        if self.dealer is not None:
+            self.dealer._start_epoch()
 
     def delivered(self, sampler: SamplerState) -> None:
         """Note the sampler's state after the prefix of the order that was delivered."""
-        if self.tracks_state and self.mixture is not None:
-            self.mixture.handed_out(sampler.state)
+        if self.tracks_state and self.dealer is not None:
+            self.dealer._note_delivered(sampler.state)
 
     def rewind(self) -> bool:
-        """Let what was drawn and not delivered be drawn again, by the one sampler that does so."""
-        if self.mixture is not None:
-            self.mixture.give_back()
-        return self.tracks_state and self.mixture is not None
+        """Let what was drawn and not delivered be drawn again, by a sampler that does so."""
+        rewound = self.dealer is not None and self.dealer._rewind()
+        return self.tracks_state and rewound
 
     def with_changes(self, sampler: SamplerState) -> SamplerState:
         """Return an earlier state, with what was decided since about the samples after it."""
-        if self.mixture is None:
-            return sampler
-        return replace(sampler, state=self.mixture.with_changes(sampler.state))
+        return (
+            sampler
+            if self.dealer is None
+            else replace(sampler, state=self.dealer._with_changes(sampler.state))
+        )
+
+    def changes_since(self, sampler: SamplerState) -> list[tuple[int, list[int]]]:
+        """Return the changes of a mixture's weights since a state, as in `EpochOrder`."""
+        return [] if self.dealer is None else self.dealer._changes_since(sampler.state)
 
     @property
     def epoch(self) -> int | None:

@@ -105,6 +105,35 @@ class Identity:
 
 
 @dataclass
+class DigestPart:
+    """The digest of a rank's part of a run: see `fastload.trace.digest`.
+
+    Attributes:
+        sums: its lanes, as hexadecimal text.
+        epochs: (epoch, steps, samples, ordered sum, unordered sum) of each.
+        trail: partial sums, as base64 of 32-bit numbers.
+    """
+
+    rank: int
+    world_size: int
+    steps: int
+    samples: int
+    every: int
+    next_step: int
+    batch: int
+    sums: list[str]
+    epochs: list[tuple[int, int, int, str, str]]
+    trail: str
+
+
+@dataclass
+class DigestState(DigestPart):
+    """The digest of a rank's run, with the parts that had other ranks before."""
+
+    earlier: list[DigestPart]
+
+
+@dataclass
 class State:
     """The state of a loader: what it was, the position, and what leads to the same batches.
 
@@ -153,8 +182,8 @@ class State:
 
     def replicas_at(self, epoch: int, step: int) -> int | None:
         """Return how many ranks read a step; None where the order is not dealt to ranks."""
-        orders = [one for one in self.history if one.epoch == epoch and one.step <= step]
-        known = [self.num_replicas, *(one.replicas for one in orders[-1:])]
+        orders = [order for order in self.history if order.epoch == epoch and order.step <= step]
+        known = [self.num_replicas, *(order.replicas for order in orders[-1:])]
         return next((int(replicas) for replicas in reversed(known) if replicas is not None), None)
 
 
@@ -169,7 +198,7 @@ _AS_SAVED = "load it as state_dict() returned it"
 
 @contextlib.contextmanager
 def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator[None]:
-    """A block that uses what a state says of fastload's and torch's own parts, whoever has written it.
+    """Stand around code that uses what a state says of fastload's and torch's parts, whoever wrote it.
 
     Args:
         path: the part of the state, in words.
@@ -237,7 +266,7 @@ def _check_seeds(state: State) -> None:
 
 
 def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str, Any]:
-    """The state of the loader in a file.
+    """Return the state of the loader in a file.
 
     Args:
         at: which one, if the file has several: its place as `find_states` writes it.
@@ -267,7 +296,7 @@ def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str,
 
 
 def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
-    """(place, state) of all loaders in a checkpoint, in its order.
+    """Return (place, state) of all loaders in a checkpoint, in its order.
 
     A place is the keys and positions on the way there, such as "loops.train_loader" or "ranks.0"; "" is the
     checkpoint itself.
@@ -291,7 +320,7 @@ def _find(content: Any, way: tuple[str, ...], seen: set[int]) -> Iterator[tuple[
 
 
 def content_of(path: Path) -> Any:
-    """What a file holds, by its first bytes: JSON, or a file of torch.save.
+    """Read a file, by its first bytes: JSON, or a file of torch.save.
 
     Raises:
         ArgumentError: it cannot be read, is of another kind, or would run code.
@@ -307,10 +336,10 @@ def content_of(path: Path) -> Any:
     except OSError as error:
         raise ArgumentError(f"the state {str(path)!r} cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError as error:
-        found = _CLASS.search(str(error))
-        if found is not None:
+        refused = _CLASS.search(str(error))
+        if refused is not None:
             raise ArgumentError(
-                f"{str(path)!r} has an object of {found[1]}, and to read it could run code: save the "
+                f"{str(path)!r} has an object of {refused[1]}, and to read it could run code: save the "
                 "loader's state in a file of its own, by torch.save(loader.state_dict(), ...) or as JSON"
             ) from None
         raise _unreadable(path) from None

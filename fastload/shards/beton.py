@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
@@ -88,7 +87,7 @@ class BetonDataset(ShardDataset):
             Deterministic.
         transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
             transform}; or any callable on the sample.
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError: a field that does not exist, or a transform that does not say which image it takes.
@@ -100,23 +99,16 @@ class BetonDataset(ShardDataset):
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        shards = ShardList(
-            url,
-            BETON,
-            compression="",
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, BETON, kept_in, listing_max_age, storage_options)
         try:
             _, found = read_fields(shards.store, shards[0], sleep)
         except DecodeError as error:
@@ -133,7 +125,6 @@ class BetonDataset(ShardDataset):
             ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
             decode=decode,
             transform=transform,
-            fingerprint=fingerprint,
             cache=kept_in,
             read_index=functools.partial(index_shards, functools.partial(_read_index, found)),
         )

@@ -15,15 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.cache import Cache
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
-from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Offsets, too_large
+from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_large
 from fastload.formats.tar import parse_wids
-from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
+from fastload.shards.formats import (
+    FORMATS,
+    Named,
+    ShardFormat,
+    format_of_index,
+    is_index,
+    listed_url,
+    resolve,
+)
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard, read_in_turn
-from fastload.shards.urls import Named, is_index, listed_url, resolve
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
 from fastload.store.listing import ListingQuery, Selection
@@ -32,7 +39,6 @@ from fastload.store.manifest import Manifest
 _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
-_COMPRESSIONS = ("gzip", "zlib", "")
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 _GLOB = re.compile(r"[*?\[\]{}]")
@@ -42,10 +48,9 @@ class ShardList:
     """Shards in the order of their keys, unless `in_order`.
 
     Args:
-        urls: see `shards.urls`.
+        urls: see `shards.formats`.
         form: of the shards; it knows them below a prefix by their names.
-        compression: of all shards: "gzip", "zlib" or "" (none); None: by the first bytes of each.
-        listings: those that are kept.
+        cache, listing_max_age: where listings are kept, and how old one may be.
         storage_options: for `open_store`.
         in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
 
@@ -62,19 +67,14 @@ class ShardList:
         self,
         urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
+        cache: Cache | None,
+        listing_max_age: float | str,
+        storage_options: dict[str, Any] | None,
         *,
-        compression: str | None,
-        listings: Listings,
-        storage_options: dict[str, Any],
         in_order: bool = False,
     ) -> None:
-        if compression is not None and compression not in _COMPRESSIONS:
-            raise ArgumentError(
-                f"compression must be one of {_COMPRESSIONS} or None (by their first bytes), "
-                f"found {compression!r}"
-            )
-        self._compressed = None if compression is None else bool(compression)
-        self._listings = listings
+        self._compressed = form.compressed
+        self._listings = Listings.of(cache, listing_max_age)
         self._options = with_budget(storage_options)
         names, counts = _through_index(urls, self._options)
         named = resolve(names, form, files=in_order)
@@ -366,19 +366,10 @@ def read_json(
     return root, document
 
 
-def list_shards(
-    root: str, names: list[str], form: ShardFormat, listings: Listings, *, storage_options: dict[str, Any]
-) -> ShardList:
-    """Return the shards that an index.json lists, in its order."""
+def list_shards(root: str, names: list[str], form: ShardFormat, *how_listed: Any) -> ShardList:
+    """Return the shards that an index.json lists, in its order. `how_listed`: as of `ShardList`."""
     if not names:
         raise ArgumentError(f"{root!r}: index.json lists no shards")
     if _GLOB.search(root):
         raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
-    return ShardList(
-        [f"{root}/{name}" for name in names],
-        form,
-        compression="",  # the index of each says whether it is
-        listings=listings,
-        storage_options=storage_options,
-        in_order=True,
-    )
+    return ShardList([f"{root}/{name}" for name in names], form, *how_listed, in_order=True)

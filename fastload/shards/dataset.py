@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, Digest
 from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
-from fastload.datasets.sample_fields import Transform
+from fastload.datasets.sample_fields import RecordFields
+from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
@@ -27,8 +28,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
-from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.record_fields import RecordFields
+from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.records import (
     RECORD_MARK,
     IndexedShards,
@@ -66,7 +66,7 @@ class _Here(NamedTuple):
 
 
 class ShardDataset(StoreDataset):
-    """A `StreamDataset` over shards of one format; see TFRecordDataset and TarDataset.
+    """The records of shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
         form: of the shards.
@@ -85,7 +85,6 @@ class ShardDataset(StoreDataset):
         *,
         decode: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
-        fingerprint: str | None,
         cache: Cache | None,
         streams: StreamOptions = STREAMED,
         index: str | os.PathLike[str] | bool | None = False,
@@ -100,7 +99,7 @@ class ShardDataset(StoreDataset):
         self._fields = fields
         self.transform = transform
         self._form = form
-        self._payloads = RecordPayloads(cache, fields, decode, fingerprint, transform)
+        self._payloads = RecordPayloads(cache, fields, decode, transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
@@ -122,7 +121,7 @@ class ShardDataset(StoreDataset):
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:
             return self._hint
-        counted = self.indexed_length()
+        counted = self._indexed_length()
         if self._hint not in (None, counted):
             warnings.warn(
                 f"num_samples={self._hint:,} was given for {self.url!r}, and its shards have {counted:,} "
@@ -135,7 +134,7 @@ class ShardDataset(StoreDataset):
     def _digests(self) -> tuple[str, str]:
         return self._shards.digests
 
-    def indexed_length(self) -> int:
+    def _indexed_length(self) -> int:
         """See `fastload.order.sampler.indexed_length`."""
         if not self._index.complete():
             raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
@@ -150,9 +149,6 @@ class ShardDataset(StoreDataset):
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         where = f"{self._shards.store.url!r}, {len(self._shards):,} shards"
         return f"{type(self).__name__}({where}, {samples}{cache})"
-
-    def outstanding(self) -> int:
-        return super().outstanding() + len(self._here.get().pending)
 
     def shards(self) -> ShardList:
         """Return the shards as they were listed: key, size and version of each."""
@@ -172,15 +168,7 @@ class ShardDataset(StoreDataset):
                     found[key] = (firsts[numbers[name]] + ordinals).tolist()
         return found
 
-    def index_of(self, shard: int) -> RecordOffsets | None:
-        """Return the records of a shard; None: it is not indexed yet."""
-        return self._index.get(shard)
-
-    def add_index(self, shard: int, records: RecordOffsets) -> None:
-        """Take the records of a shard that was read to its end, and keep them in the cache."""
-        self._index.add_and_keep(shard, records)
-
-    def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+    def _warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
 
         What the cache has is read again only where a shard has no index, or is compressed.
@@ -189,8 +177,8 @@ class ShardDataset(StoreDataset):
             return self.warm(record for shard in shards for record in self._index.records_of(shard))
         return self._filling().run(shards)
 
-    def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        """Return what `warm_shards` has to read. Raises as `warm`."""
+    def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
+        """Return what `_warm_shards` has to read. Raises as `warm`."""
         return self._filling().left(shards)
 
     def _filling(self) -> ShardFilling:
@@ -202,48 +190,26 @@ class ShardDataset(StoreDataset):
             counters=self.counters,
         )
 
-    # --- StreamDataset
-
-    def must_stream(self) -> bool:
-        if not self._reads_at_random:
-            self._reads_at_random = self._index.complete() and self._random_pays()
-        return not self._reads_at_random
-
-    def plan_streams(
-        self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
-    ) -> list[dict[str, Any]]:
-        return self._opener().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
-
-    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
-        here = self._here.get()
-        here.streams[:] = [stream for stream in here.streams if not stream.closed]
-        here.streams.append(self._opener().open(state, self._add_pending))
-        return here.streams[-1]
-
-    def known_indexes(self) -> dict[int, bytes]:
-        self._index.complete()
-        return self._index.dump()
-
-    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
-        self._index.load(indexes)
+    # --- read ahead
 
     def key(self, index: int) -> str:
         used = self._here.get().offsets
         return self._name(index) if index in used else super().key(index)
 
-    # --- read ahead
-
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
         super().prefetch([index for index in indices if index not in pending])
 
-    def cancel(self, indices: Iterable[int]) -> None:
+    def _cancel(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
         for index in indices:
             if index in pending:
                 pending.drop(index)
             else:
-                super().cancel([index])
+                super()._cancel([index])
+
+    def _outstanding(self) -> int:
+        return super()._outstanding() + len(self._here.get().pending)
 
     # --- which samples these are
 
@@ -261,13 +227,11 @@ class ShardDataset(StoreDataset):
         """Return a text that decides which record of a shard has which number."""
         return self._form.code
 
-    # --- CacheFilling
-
-    def flush_cache(self) -> None:
+    def _flush_cache(self) -> None:
         here = self._here.peek()
         if here is not None and self.cache is not None:
             here.pending.settle()
-        super().flush_cache()
+        super()._flush_cache()
 
     def close(self) -> None:
         here = self._here.drop()
@@ -383,7 +347,21 @@ class ShardDataset(StoreDataset):
             if table and len(table.offsets)
         ]
 
-    # --- what a stream hands out
+    # --- streams
+
+    def _streams(self) -> ShardStreams:
+        return ShardStreams(self)
+
+    def _must_stream(self) -> bool:
+        if not self._reads_at_random:
+            self._reads_at_random = self._index.complete() and self._random_pays()
+        return not self._reads_at_random
+
+    def _open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
+        here = self._here.get()
+        here.streams[:] = [stream for stream in here.streams if not stream.closed]
+        here.streams.append(self._opener().open(state, self._add_pending))
+        return here.streams[-1]
 
     def _add_pending(self, found: StreamedRecord) -> int:
         record = RecordId(found.shard, found.ordinal).pack()
@@ -422,3 +400,35 @@ class ShardDataset(StoreDataset):
         """Return a record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
         return payload if self._payloads.encode is None else self._payloads.encode(payload)
+
+
+class ShardStreams:
+    """See `StreamDataset`."""
+
+    def __init__(self, dataset: ShardDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def _indexed_length(self) -> int:
+        return self._dataset._indexed_length()
+
+    def must_stream(self) -> bool:
+        return self._dataset._must_stream()
+
+    def plan_streams(
+        self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
+    ) -> list[dict[str, Any]]:
+        opener = self._dataset._opener()
+        return opener.plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+
+    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
+        return self._dataset._open_stream(state)
+
+    def known_indexes(self) -> dict[int, bytes]:
+        self._dataset._index.complete()  # looks for those of other processes
+        return self._dataset._index.dump()
+
+    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
+        self._dataset._index.load(indexes)

@@ -100,23 +100,20 @@ def _part(unit: Span, first: int, stop: int | None) -> Span:
 
 
 class StreamOptions(NamedTuple):
-    """cycle_length, block_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
+    """cycle_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
 
     cycle_length: int = 32
-    block_length: int = 1
     most_records: int = 1 << 30
     most_bytes: int = 64_000_000
 
     @classmethod
-    def of(cls, cycle_length: Any, block_length: Any, shuffle_buffer: Any) -> StreamOptions:
+    def of(cls, cycle_length: Any, shuffle_buffer: Any) -> StreamOptions:
         """Return the arguments of a dataset.
 
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        cycle_length = whole_number("cycle_length", cycle_length)
-        block_length = whole_number("block_length", block_length)
-        return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
+        return cls(whole_number("cycle_length", cycle_length), *_buffer(shuffle_buffer))
 
 
 STREAMED = StreamOptions()
@@ -227,7 +224,6 @@ class EpochStreams:
             self._spans(plan),
             functools.partial(self._open_reader, pool, ahead),
             cycle_length=readers,
-            block_length=options.block_length,
             spare=spare,
             position=None if at is None else at["position"],
         )

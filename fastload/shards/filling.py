@@ -91,7 +91,7 @@ class ShardFilling:
         spans: list[Span] = []
         for shard in shards:
             yield from self._look(shard, spans)
-        records = Interleave(spans, self._open_reader, cycle_length=1, block_length=1)
+        records = Interleave(spans, self._open_reader, cycle_length=1)
         try:
             found = records.next()
             while found is not None or self._written:

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (
     formats,
     is_image,
@@ -23,17 +21,16 @@ from fastload.formats.litdata import (
     parse_frames,
     parse_index,
 )
-from fastload.formats.packed import parse_table, split_values, table_size
-from fastload.formats.pieces import too_large
+from fastload.formats.mds import parse_table, split_values, table_size
+from fastload.formats.pieces import framed_size, too_large, zstd
 from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import LITDATA
+from fastload.shards.formats import LITDATA, check_name
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
-from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
 
@@ -107,8 +104,8 @@ class LitDataset(ShardDataset):
             from the dict of all leaves' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one leaf that is an image, or else the one of type bytes
             or file; a dict {leaf: function or fused transform}; or any callable on the sample.
-        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cycle_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle leaves of format pickle. A pickle can run any code of the author of the chunks.
 
     Raises:
@@ -122,13 +119,11 @@ class LitDataset(ShardDataset):
         self,
         url: str | os.PathLike[str],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
@@ -159,13 +154,8 @@ class LitDataset(ShardDataset):
             )
             for name, form in zip(told.names, told.formats, strict=True)
         }
-        shards = list_shards(
-            root,
-            [check_name(name, root) for name in told.chunks],
-            LITDATA,
-            Listings.of(kept_in, listing_max_age),
-            storage_options=options,
-        )
+        names = [check_name(name, root) for name in told.chunks]
+        shards = list_shards(root, names, LITDATA, kept_in, listing_max_age, options)
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
         form = LITDATA
         if told.compression == "sample":
@@ -179,8 +169,7 @@ class LitDataset(ShardDataset):
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
             decode=decode,
             transform=transform,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             read_index=functools.partial(
                 index_shards, functools.partial(_read_index, counts, told.compression)

@@ -10,20 +10,27 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
-from fastload.formats.packed import as_pil, parse_table, split_values, table_size
+from fastload.formats.mds import (
+    IMAGES,
+    MDSShard,
+    as_pil,
+    encodings,
+    opener,
+    parse_shard,
+    parse_table,
+    split_values,
+    table_size,
+)
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import MDS
+from fastload.shards.formats import MDS, check_name
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
-from fastload.shards.urls import check_name
 from fastload.store import Store, with_budget
 from fastload.store.failures import Wait
 
@@ -74,8 +81,8 @@ class MDSDataset(ShardDataset):
             from the dict of all columns' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one column of type jpeg or png, or else the one of type
             bytes; a dict {name in the sample: function or fused transform}; or any callable on the sample.
-        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cycle_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle columns of encoding pkl. A pickle can run any code of the author of the shards.
 
     Raises:
@@ -89,13 +96,11 @@ class MDSDataset(ShardDataset):
         self,
         url: str | os.PathLike[str],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
@@ -117,13 +122,7 @@ class MDSDataset(ShardDataset):
             )
             for column in columns
         }
-        shards = list_shards(
-            root,
-            list(found),
-            MDS,
-            Listings.of(kept_in, listing_max_age),
-            storage_options=options,
-        )
+        shards = list_shards(root, list(found), MDS, kept_in, listing_max_age, options)
         listed = {shards[number].key: entry for number, entry in enumerate(found.values())}
         split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(
@@ -133,8 +132,7 @@ class MDSDataset(ShardDataset):
             ColumnFields(opened, split, _open_image, shape, decode, transform, encodings(), opens_files=True),
             decode=decode,
             transform=transform,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             read_index=functools.partial(index_shards, functools.partial(_read_index, listed)),
         )

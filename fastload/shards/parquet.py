@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
@@ -134,9 +133,8 @@ class ParquetDataset(ShardDataset):
             skipped by their statistics. Of the others the columns named here are read at construction,
             once if there is a cache.
         cycle_length: row groups open at once, by all workers of a rank together.
-        block_length: rows taken from each in turn.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
-        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
+        cache, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
@@ -149,34 +147,26 @@ class ParquetDataset(ShardDataset):
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
         filters: Sequence[Any] | None = None,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
-        import fastload.datasets.arrow_values  # noqa: F401
+        import fastload.datasets.arrow  # noqa: F401
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
         from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
         row_filter = None if filters is None else RowFilter(filters)
-        streams = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
+        streams = StreamOptions.of(cycle_length, shuffle_buffer)
         kept_in = as_cache(cache)
-        shards = ShardList(
-            url,
-            PARQUET,
-            compression="",
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, PARQUET, kept_in, listing_max_age, storage_options)
         wanted = None if shape is None else list(shape.leaves.values())
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
@@ -188,7 +178,6 @@ class ParquetDataset(ShardDataset):
             decode=decode,
             transform=transform,
             streams=streams,
-            fingerprint=fingerprint,
             cache=kept_in,
             read_index=self._files.index_rows,
         )

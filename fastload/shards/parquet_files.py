@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
-from fastload.datasets.arrow_values import check_type
+from fastload.datasets.arrow import check_type
 from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError
 from fastload.formats.parquet import (
     TAIL,

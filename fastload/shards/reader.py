@@ -21,8 +21,7 @@ import numpy as np
 from fastload.cache import Cache
 from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.threads import ReadPool
-from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Record, Splitter
+from fastload.formats.pieces import HEAD, Inflater, Record, Splitter, is_compressed
 from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 from fastload.store.base import Buffer

@@ -12,67 +12,17 @@ from __future__ import annotations
 
 import pickle
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastload.checks import refuse_class
-from fastload.datasets.pairs import always_fused
-from fastload.datasets.sample_fields import FieldTransforms, Shape
+from fastload.datasets.sample_fields import RecordFields, Shape
+from fastload.datasets.sample_transforms import FieldTransforms, always_fused
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.crop import is_fused
-from fastload.images.decode import decode_pil
+from fastload.images.transforms import is_fused
 
 NAME_IT = "name the image in fields=, without a function for it in decode="  # of a transform that lacks one
-
-
-class RecordFields(ABC):
-    """The named fields of a record, in one shape for all formats. See `Fields`.
-
-    Attributes:
-        shape: of a sample, which names fields; None: a sample is a dict of them.
-        optional: the names of the fields that may be None.
-    """
-
-    shape: Shape | None = None
-    optional: frozenset[str] = frozenset()
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """A text that differs where other arguments give other fields: part of the cache's keys."""
-
-    @abstractmethod
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        """Return the fields of a record, as they lie in it.
-
-        Raises:
-            DecodeError: it is no record of this format.
-        """
-
-    @abstractmethod
-    def images(self, fields: Mapping[str, Any]) -> list[str]:
-        """Return the names of the fields that are encoded images."""
-
-    @abstractmethod
-    def open(self, name: str, value: Any) -> Any:
-        """Return the value in a sample of a field that is no image.
-
-        Raises:
-            DecodeError: its bytes are not of its kind, or its kind is refused.
-        """
-
-    def open_image(self, value: Any) -> Any:
-        """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
-        return decode_pil(value)
-
-    def needs_files(self, transform: Any) -> bool:
-        """Return whether samples need the files of images, where a cache has records of them."""
-        return False
-
-    @abstractmethod
-    def check(self, transform: Any) -> None:
-        """Raise `ArgumentError` unless the transform goes with these fields."""
 
 
 class Leaf(NamedTuple):

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import get_worker_info
 
-from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.reads import plan_ranges
+from fastload.errors import DecodeError, FastloadError
+from fastload.fetch.reads import Source, plan_ranges
 from fastload.fetch.threads import ReadPool
-from fastload.formats.compression import HEAD, Inflater, is_compressed
-from fastload.formats.pieces import Record, Splitter
+from fastload.formats.pieces import HEAD, Inflater, Record, Splitter, is_compressed
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import ShardFormat
@@ -115,7 +114,7 @@ class IndexedShards:
         )
 
 
-class RecordSource:
+class RecordSource(Source):
     """A sample is a record, asked for by its `RecordId`, packed.
 
     Args:
@@ -139,9 +138,6 @@ class RecordSource:
         where = self._where(index)
         return self._key(where.shard, where.offset)
 
-    def ranges(self, index: int) -> list[tuple[int, int]]:
-        return []
-
     def read(self, index: int, wait: Wait) -> Buffer:
         fault = self._index.fault(index)
         try:
@@ -155,12 +151,6 @@ class RecordSource:
         except FastloadError as error:
             error.key = self.name(index)
             raise
-
-    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
-        raise NotImplementedError  # `ranges` offers none
-
-    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        raise error  # the index is of the version that is gone
 
     def _where(self, index: int) -> _Where:
         return _Where(RecordId.unpack(index).shard, *self._index.locate(index))

@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.checks import refuse_class
-from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.sample_fields import FieldTransforms, Shape
+from fastload.datasets.arrow import is_numeric, to_python, why_not_number
+from fastload.datasets.sample_fields import RecordFields, Shape
+from fastload.datasets.sample_transforms import FieldTransforms
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
@@ -34,7 +35,7 @@ from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
-from fastload.shards.record_fields import NAME_IT, RecordFields
+from fastload.shards.record_fields import NAME_IT
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
 

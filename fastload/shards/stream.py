@@ -1,6 +1,6 @@
 """Records of several shards in turn, shuffled in blocks. The same arguments give the same order.
 
-    spans ─▶ readers, `cycle_length` at once ─▶ `block_length` records from each in turn ─▶ shuffled blocks
+    spans ─▶ readers, `cycle_length` at once ─▶ a record from each in turn ─▶ shuffled blocks
 
 A sliding shuffle buffer can only be saved with all its contents. Shuffling in blocks (read so many records,
 permute them, hand them out while the next ones are on their way) needs a few integers: the position of the
@@ -85,7 +85,6 @@ class Interleave:
         spans: in order.
         open_reader: starts reading a span.
         cycle_length: spans open at once.
-        block_length: records from each in turn.
         spare: spans that may be opened before their turn; None: as many as are open at once.
         position: by `position`, where to go on; None: at the beginning.
     """
@@ -96,28 +95,25 @@ class Interleave:
         open_reader: OpenReader,
         *,
         cycle_length: int,
-        block_length: int,
         spare: int | None = None,
         position: dict[str, Any] | None = None,
     ) -> None:
         self._most_spare = cycle_length if spare is None else spare
         self._spans = spans
         self._open_reader = open_reader
-        self._block_length = block_length
         self._spare: deque[tuple[int, Reader]] = deque()  # opened before their turn, while others end
-        self._turn, self._left = 0, block_length
+        self._turn = 0
         if position is None:
             self._next = min(cycle_length, len(spans))
             self._open = [self._open_span(number) for number in range(self._next)]
         else:
-            self._turn, self._left, self._next = position["turn"], position["left"], position["next"]
+            self._turn, self._next = position["turn"], position["next"]
             self._open = [self._open_span(*at) for at in position["open"]]
 
     def position(self) -> dict[str, Any]:
         """Return where it is, as JSON. "open": number, ordinal and offset of the next record of each span."""
         return {
             "turn": self._turn,
-            "left": self._left,
             "next": self._next,
             "open": [[number, reader.ordinal, reader.offset] for number, reader in self._open],
         }
@@ -130,12 +126,9 @@ class Interleave:
             if record is None:
                 self._replace(reader)
                 continue
-            self._left -= 1
-            if not self._left:
-                self._turn = (self._turn + 1) % len(self._open)
-                self._left = self._block_length
-                if reader.all_requested:
-                    self._open_ahead()
+            self._turn = (self._turn + 1) % len(self._open)
+            if reader.all_requested:
+                self._open_ahead()
             shard = self._spans[number].shard
             return StreamedRecord(shard, ordinal, record, reader.ready, reader.compressed)
         return None
@@ -156,7 +149,6 @@ class Interleave:
     def _replace(self, reader: Reader) -> None:
         """Put the next span in the place of the one that is over."""
         reader.close()
-        self._left = self._block_length
         if self._next < len(self._spans):
             self._open[self._turn] = self._spare.popleft() if self._spare else self._open_span(self._next)
             self._next += 1

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.checks import refuse_class
-from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
+from fastload.datasets.sample_files import IMAGES, PICKLES, extension_of, open_file
 from fastload.errors import DecodeError
 from fastload.formats.tar import read_sample
 from fastload.shards.catalog import ShardList
@@ -135,14 +133,9 @@ class TarDataset(ShardDataset):
             dict of all members.
         num_samples: a hint for `len()` while the shards are not indexed, for schedules and progress bars.
         cycle_length: files open at once, by all workers of a rank together.
-        block_length: samples taken from each file in turn.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
-        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
-            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
-            closure, attributes, the globals it uses).
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         index: the URL of the index files; None: beside the shards, if there are any; False: use none.
-        compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
         unsafe: unpickle pickles. A pickle can run any code of the author of the files.
         storage_options: for `open_store`.
         listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
@@ -155,18 +148,15 @@ class TarDataset(ShardDataset):
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        fields: Any = None,
+        *,
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
-        fields: Any = None,
         num_samples: int | None = None,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         index: str | os.PathLike[str] | bool | None = None,
-        compression: str | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
@@ -179,20 +169,12 @@ class TarDataset(ShardDataset):
         super().__init__(
             url,
             TAR,
-            functools.partial(
-                ShardList,
-                url,
-                TAR,
-                compression=compression,
-                listings=Listings.of(kept_in, listing_max_age),
-                storage_options=storage_options or {},
-            ),
+            lambda: ShardList(url, TAR, kept_in, listing_max_age, storage_options),
             members if chosen is None else chosen,
             decode=decode,
             transform=transform,
             num_samples=num_samples,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             index=index,
         )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
-from fastload.datasets.pairs import always_fused
+from fastload.datasets.sample_fields import RecordFields, still_encoded
+from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
-from fastload.images.crop import is_fused
-from fastload.images.decode import Oriented
+from fastload.images.transforms import is_fused
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
@@ -22,10 +20,16 @@ from fastload.shards.record_fields import (
     ChosenFields,
     Leaf,
     NamedFields,
-    RecordFields,
     check_decode,
     shape_of,
 )
+
+# As a leaf of `fields=` writes them.
+_TYPES: dict[str, Any] = {
+    text: kind
+    for each in (bytes, str, int, float)
+    for text, kind in ((each.__name__, each), (f"[{each.__name__}]", [each]))
+}
 
 
 class ExampleFields(NamedFields):
@@ -46,8 +50,8 @@ class ExampleFields(NamedFields):
         for name in self._images:
             if self._features.get(name) is not bytes:
                 raise ArgumentError(
-                    f"transform names {name!r} as an image, and features has it as "
-                    f"{self._features.get(name)!r}: write features={{{name!r}: bytes, ...}}"
+                    f"transform names {name!r} as an image, and fields has it as "
+                    f"{self._features.get(name)!r}: write fields={{{name!r}: bytes, ...}}"
                 )
 
     @property
@@ -73,9 +77,7 @@ class ExampleFields(NamedFields):
         return bytes(value) if isinstance(value, memoryview) else value
 
     def open_image(self, value: Any) -> Any:
-        if isinstance(value, Oriented):
-            return value.pixels
-        return bytes(value) if isinstance(value, memoryview) else value
+        return still_encoded(value)
 
 
 class TFRecordDataset(ShardDataset):
@@ -87,8 +89,7 @@ class TFRecordDataset(ShardDataset):
 
         dataset = TFRecordDataset(
             "s3://bucket/shards/train-*.tfrecord",
-            {"image": bytes, "label": int},
-            fields=("image", "label"),
+            ("image:bytes", "label:int"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",
         )
@@ -101,20 +102,21 @@ class TFRecordDataset(ShardDataset):
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
-        features: name -> bytes, str, int, float for one value, or a list of one of these such as [int] for
-            any number. The sample is then a dict of bytes, str, int and float, of lists, and of numpy arrays
-            (int64, float32). None: records are no Examples; a sample is the bytes of its record.
-        decode: function from the bytes, or from the dict of features, to the sample. Deterministic.
+        fields: the structure of a sample: a tuple, a dict, nested or not, or one leaf. A leaf is a feature
+            and its type, "label:int". bytes, str, int and float are for one value; lists of these, such as
+            [int], for any number: a list, or a numpy array (int64, float32). In a dict the type is enough
+            where the key is the feature: {"image": bytes, "counts": [int]}. Of alternatives the first that a
+            record has counts ("image;image/encoded:bytes"). "box:[float]?" may be absent: the value is None
+            then, and its column in a batch always a list. In `transform={...}` a leaf has the name of its key
+            in a dict, else of its first alternative. None: records are no Examples; a sample is the bytes of
+            its record.
+        decode: function from the bytes, or from the values of a dict of features, to the sample.
+            Deterministic.
         transform: a fused transform, which takes the one feature of type bytes as an image (the sample then
             has a uint8 tensor in its place); a dict {feature: function or fused transform}; or any callable
             on the sample. Fused transforms write their images straight into the batch.
-        fields: the structure of a sample: a tuple, a dict, nested or not, or one leaf. A leaf is the name of
-            a feature; or alternatives, of which the first that a record has counts ("image;image/encoded").
-            "box?" may be absent: the value is None then, and its column in a batch always a list. In
-            `transform={...}` a leaf has the name of its key in a dict, else of its first alternative. None: a
-            dict of the features.
-        num_samples, cycle_length, block_length, shuffle_buffer, fingerprint: see `TarDataset`.
-        cache, index, compression, storage_options, listing_max_age: see `TarDataset`.
+        num_samples, cycle_length, shuffle_buffer: see `TarDataset`.
+        cache, index, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -123,64 +125,84 @@ class TFRecordDataset(ShardDataset):
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        features: Spec | None = None,
+        fields: Any = None,
+        *,
         decode: Callable[[Any], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
-        *,
-        fields: Any = None,
         num_samples: int | None = None,
         cycle_length: int = 32,
-        block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
-        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         index: str | os.PathLike[str] | bool | None = None,
-        compression: str | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
     ) -> None:
-        known = _fields(features, fields, decode, transform)
+        known = None if fields is None else _fields(fields, decode, transform)
         kept_in = as_cache(cache)
         super().__init__(
             url,
             TFRECORD,
-            functools.partial(
-                ShardList,
-                url,
-                TFRECORD,
-                compression=compression,
-                listings=Listings.of(kept_in, listing_max_age),
-                storage_options=storage_options or {},
-            ),
+            lambda: ShardList(url, TFRECORD, kept_in, listing_max_age, storage_options),
             known,
             decode=decode,
             transform=transform,
             num_samples=num_samples,
-            streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
-            fingerprint=fingerprint,
+            streams=StreamOptions.of(cycle_length, shuffle_buffer),
             cache=kept_in,
             index=index,
         )
 
 
-def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> RecordFields | None:
-    """Return the fields of a record; `chosen`: the user's `fields=`."""
+def _fields(fields: Any, decode: Any, transform: Any) -> RecordFields:
+    """Return the fields of a record, by the argument `fields` of the user."""
     parts = transform.items() if isinstance(transform, Mapping) else []
     fused = [name for name, part in parts if is_fused(part)]
-    if chosen is None:
-        return None if features is None else ExampleFields(features, fused or None)
-    if features is None:
-        raise ArgumentError("fields= names features: pass features= too, a dict of their names and types")
-    check_decode(chosen, decode)
-    check_spec(features)
+    types: dict[str, Any] = {}
+    chosen = _without_types(fields, None, types)
+    if isinstance(chosen, dict) and chosen == {name: name for name in types}:
+        return ExampleFields({name: types[name] for name in chosen}, fused or None)
+    check_decode(fields, decode)
     leaves = {name: Leaf.parse(text).names for name, text in shape_of(chosen).leaves.items()}
-    wanted = {feature: features.get(feature) for names in leaves.values() for feature in names}
-    for feature, kind in wanted.items():
-        if kind is None:
-            raise ArgumentError(f"fields= names {feature!r}, and features= has {', '.join(features)}")
     if fused:
         images = [feature for name in fused for feature in leaves.get(name, ())]
     else:  # the one leaf that is bytes
-        encoded = [names for names in leaves.values() if all(wanted[one] is bytes for one in names)]
+        encoded = [names for names in leaves.values() if all(types[name] is bytes for name in names)]
         images = list(encoded[0]) if len(encoded) == 1 else []
-    return ChosenFields(ExampleFields(wanted, images, lacking=True), chosen)
+    return ChosenFields(ExampleFields(types, images, lacking=True), chosen)
+
+
+def _without_types(fields: Any, key: str | None, types: dict[str, Any]) -> Any:
+    """Return the structure with the names of features as leaves; their types are added to `types`.
+
+    Args:
+        key: that `fields` has in a dict.
+
+    Raises:
+        ArgumentError: a leaf has no type, or a feature has two.
+    """
+    if isinstance(fields, str):
+        names, _, word = fields.removesuffix("?").rpartition(":")
+        if not names or "?" in names or word not in _TYPES:
+            raise ArgumentError(
+                f"fields= has the leaf {fields!r}: write a feature and its type, one of {', '.join(_TYPES)}, "
+                f"as in '{fields.removesuffix('?')}:bytes'"
+            )
+        leaf = f"{names}?" if fields.endswith("?") else names
+        features, kind = Leaf.parse(leaf).names, _TYPES[word]
+    elif key is not None and (isinstance(fields, type) or fields in _TYPES.values()):
+        leaf, features, kind = key, (key,), fields
+    elif isinstance(fields, Mapping):
+        return {name: _without_types(part, name, types) for name, part in fields.items()}
+    elif isinstance(fields, tuple | list):
+        return tuple(_without_types(part, None, types) for part in fields)
+    else:
+        raise ArgumentError(
+            "fields must be a feature and its type such as 'label:int', or a tuple or dict of these, found "
+            f"{fields!r}"
+        )
+    for feature in features:
+        if types.setdefault(feature, kind) != kind:
+            raise ArgumentError(
+                f"fields= has {feature!r} as {types[feature]!r} and as {kind!r}: give one type"
+            )
+    return leaf

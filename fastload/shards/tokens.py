@@ -1,19 +1,22 @@
-"""Tokens in large binary objects as a dataset: samples of a fixed number of tokens, read by ranges.
+"""Large objects of tokens as a dataset: what a file of tokens is, and the samples that are cut from them.
 
-    objects laid end to end:   |-------- a.bin --------|------ b.bin ------|--- c.bin ---|
-    samples of `block` tokens: |-- 0 --|-- 1 --|-- 2 --|-- 3 --|-- 4 --|-- 5 --|-- 6 --|  rest
+    raw       nanoGPT's .bin, Megatron's .bin, OLMo's .npy (which are no .npy files)
+    .npy      \\x93NUMPY, version, header with type and shape (numpy.lib.format)
+    llm.c     256 int32, little-endian: magic, version, number of tokens, zeros (dev/data/data_common.py);
+              also those of modded-nanogpt
 
-A record of the cache is a sample. Rejected: larger pieces, such as aligned ones of 1 MiB. In random order the
-samples of a piece are wanted thousands of batches apart, so the first of them would wait for 512 times the
-bytes that it needs, and a cache that cannot hold the corpus would read these in vain in every epoch.
+The first bytes tell them apart, not the names.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from io import BytesIO
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -22,15 +25,14 @@ import torch
 import xxhash
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.listings import Listings
 from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import ObjectPayloads
-from fastload.datasets.protocols import Allocate
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
-from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
+from fastload.datasets.views import Allocate
+from fastload.errors import ArgumentError, DecodeError
+from fastload.fetch.reads import Source
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
@@ -38,6 +40,80 @@ from fastload.shards.reader import Shard
 from fastload.shards.records import record_name
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
+
+HEAD = 1024  # bytes that are enough
+_NPY = b"\x93NUMPY"
+_READERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_LLM_C: dict[bytes, np.dtype[Any]] = {
+    struct.pack("<ii", 20240520, 1): np.dtype("<u2"),  # GPT-2
+    struct.pack("<ii", 20240801, 7): np.dtype("<u4"),  # Llama 3
+}
+_LLM_C_SIZE = 1024
+
+
+class TokenHeader(NamedTuple):
+    """What a header says.
+
+    Attributes:
+        size: its bytes; the tokens follow.
+        dtype: of a token.
+        tokens: their number.
+    """
+
+    size: int
+    dtype: np.dtype[Any]
+    tokens: int
+
+
+def is_token_type(dtype: np.dtype[Any]) -> bool:
+    """Return whether all its values fit into int64, as samples have them."""
+    return dtype.kind in "iu" and np.can_cast(dtype, np.int64)
+
+
+def header_of(head: Any) -> TokenHeader | None:
+    """Return the header of a file that begins with these bytes; None: it has none, and is raw.
+
+    Args:
+        head: the first 1024 bytes, or all of a smaller file.
+
+    Raises:
+        DecodeError: it begins as a .npy file, and is not one of integers in order; or it ends within the
+            header of llm.c.
+    """
+    begin = bytes(head[:HEAD])
+    if begin.startswith(_NPY):
+        return _npy_header(begin)
+    dtype = _LLM_C.get(begin[:8])
+    if dtype is None:
+        return None
+    if len(begin) < _LLM_C_SIZE:
+        raise DecodeError("it begins as a file of llm.c, and ends within the header: upload the object again")
+    return TokenHeader(_LLM_C_SIZE, dtype, int.from_bytes(begin[8:12], "little"))
+
+
+def _npy_header(begin: bytes) -> TokenHeader:
+    file = BytesIO(begin)
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in _READERS:
+            raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
+        shape, fortran, dtype = _READERS[version](file)
+    except Exception as error:  # hostile bytes: what numpy's parser raises is not documented
+        raise DecodeError(f"it begins as a .npy file, and its header cannot be read: {error}") from None
+    if not is_token_type(dtype):
+        raise DecodeError(
+            f"it is a .npy file of type {dtype}, and tokens are integers that fit into int64: name other "
+            "objects"
+        )
+    if fortran and len(shape) > 1:
+        raise DecodeError(
+            f"it is a .npy file of shape {shape} in Fortran order: save np.ascontiguousarray(tokens)"
+        )
+    return TokenHeader(file.tell(), dtype, math.prod(shape))
+
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _TOKENS = "tokens"
@@ -110,13 +186,7 @@ class TokenDataset(StoreDataset):
         self._payloads = ObjectPayloads(kept_in, None)
         if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
-        shards = ShardList(
-            url,
-            TOKENS,
-            compression="",
-            listings=Listings.of(kept_in, listing_max_age),
-            storage_options=storage_options or {},
-        )
+        shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
         self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
         self.transform = None
         self.cache = kept_in if shards.cacheable else None  # a warning has said why
@@ -271,8 +341,8 @@ class _Corpus:
         return parts
 
 
-class _TokenSource:
-    """See `Source`. A sample is read by ranges.
+class _TokenSource(Source):
+    """A sample is read by ranges.
 
     Args:
         corpus: the samples.
@@ -293,19 +363,10 @@ class _TokenSource:
     def cache_key(self, index: int) -> bytes:
         return self._key(index)
 
-    def ranges(self, index: int) -> list[tuple[int, int]]:
-        return []
-
     def read(self, index: int, wait: Wait) -> Buffer:
         # Pieces one after the other: only the last sample of an object has two, as a rule.
         bodies = [self._read_piece(piece, wait) for piece in self._corpus.pieces(index)]
         return bodies[0] if len(bodies) == 1 else b"".join(bodies)
-
-    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
-        raise NotImplementedError  # `ranges` offers none
-
-    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        raise error  # an object of another size moves all samples behind it
 
     def _read_piece(self, piece: _Piece, wait: Wait) -> Buffer:
         key, _, version, _ = self._corpus.shards[piece.shard]

@@ -229,7 +229,7 @@ class DatasetTests(ReadTests):
         dataset, bad = self._damaged()
         length = len(dataset)
         found = {}
-        for on_error in ("skip", "replace"):
+        for on_error in ("repeat", "replace"):
             loader = self._loader(dataset, batch_size=length, on_error=on_error)
             found[on_error] = self._read(loader)
             counted = int(loader.stats()["counters"].get("bad.samples", 0))
@@ -244,9 +244,9 @@ class DatasetTests(ReadTests):
             check_same(
                 "on_error= changes no good sample",
                 f"sample {index}",
-                found["skip"][index],
+                found["repeat"][index],
                 found["replace"][index],
-                ("with on_error='skip'", "with on_error='replace'"),
+                ("with on_error='repeat'", "with on_error='replace'"),
                 "keep nothing of a bad sample for the next one",
             )
 

@@ -1,6 +1,6 @@
 """A number over all that a loader has handed out, and how it came about: enough to compare two runs.
 
-    sum of a step     the sums of its rows' witnesses, as the process that made the batch gave them
+    sum of a step     the sums of its rows' fingerprints, as the process that made the batch gave them
     digest            over all steps: sum of the step * a number of (epoch, step), in each of four lanes
 
 All is modulo 2**64. Adding has no order, so the rows of a step may be dealt to any number of ranks and
@@ -22,7 +22,9 @@ import numpy as np
 from fastload.distributed import find_rank
 from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
-from fastload.workers.witness import LANES, Witness
+from fastload.order.schema import plain, read
+from fastload.order.state import DigestPart, DigestState
+from fastload.workers.protocol import LANES, Fingerprint
 
 _MASK = (1 << 64) - 1
 _SALT = 0x5A17  # so that the numbers of steps are not those of samples
@@ -32,7 +34,7 @@ _TRAIL_MASK = (1 << 32) - 1
 _COUNTS = 1 << 62
 _EARLIER = 10_000  # parts: kilobytes each
 _SUM = re.compile(r"[0-9a-f]{16}")
-_PLAIN = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch")  # in a state
+_COUNTED = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch")
 
 
 @dataclass
@@ -86,16 +88,16 @@ class Digest:
     trail: list[int] = field(default_factory=list)
     next_step: int = 0
     batch: int = 0
-    earlier: list[dict[str, Any]] = field(default_factory=list)
+    earlier: list[DigestPart] = field(default_factory=list)
 
     def value(self) -> bytes:
-        """The digest, 32 bytes."""
-        mine = [Digest.of(one) for one in self.earlier if one["rank"] == self.rank]
-        lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
+        """Return the digest, 32 bytes."""
+        mine = [Digest.of_part(part) for part in self.earlier if part.rank == self.rank]
+        lanes = zip(self.sums, *[part.sums for part in mine], strict=True)
         return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
-    def add(self, epoch: int, step: int, witness: Witness | None) -> None:
-        """A step was handed out; without a witness where its error was raised."""
+    def add(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
+        """Note that a step was delivered; without a fingerprint where its error was raised."""
         if not self.epochs or self.epochs[-1].epoch != epoch:
             self._begin(epoch)
         current = self.epochs[-1]
@@ -104,21 +106,21 @@ class Digest:
         self.steps += 1
         current.steps += 1
         self.next_step = max(self.next_step, step + 1)
-        if witness is None:
+        if fingerprint is None:
             return
         factor = sample_seed(_SALT, epoch, step) | 1
-        placed = [factor * one & _MASK for one in witness.sums]
+        placed = [factor * lane & _MASK for lane in fingerprint.sums]
         self.sums = tuple([(a + b) & _MASK for a, b in zip(self.sums, placed, strict=True)])
-        self.samples += witness.samples
-        self.batch = max(self.batch, witness.samples)
-        current.samples += witness.samples
+        self.samples += fingerprint.samples
+        self.batch = max(self.batch, fingerprint.samples)
+        current.samples += fingerprint.samples
         current.ordered = (current.ordered + placed[0]) & _MASK
-        current.unordered = (current.unordered + witness.sums[0]) & _MASK
+        current.unordered = (current.unordered + fingerprint.sums[0]) & _MASK
 
     def _begin(self, epoch: int) -> None:
         if len(self.epochs) >= _EPOCHS:
-            for one, other in zip(self.epochs[::2], self.epochs[1::2], strict=False):
-                one.add(other)
+            for sums, later in zip(self.epochs[::2], self.epochs[1::2], strict=False):
+                sums.add(later)
             self.epochs = self.epochs[::2]
         self.epochs.append(EpochSums(epoch))
         self.every, self.trail, self.next_step = 1, [], 0
@@ -131,17 +133,21 @@ class Digest:
     # --- as a part of the loader's state
 
     def state(self) -> dict[str, Any]:
-        """As JSON of at most 7 kilobytes."""
-        packed = np.array(self.trail, "<u4").tobytes()
-        return {name: getattr(self, name) for name in _PLAIN} | {
-            "sums": [f"{one:016x}" for one in self.sums],
-            "epochs": [
-                [one.epoch, one.steps, one.samples, f"{one.ordered:016x}", f"{one.unordered:016x}"]
-                for one in self.epochs
+        """Return it as JSON of at most 7 kilobytes."""
+        saved: dict[str, Any] = plain(DigestState(**vars(self._part()), earlier=self.earlier))
+        return saved
+
+    def _part(self) -> DigestPart:
+        """Return all of it but the earlier parts."""
+        return DigestPart(
+            **{name: getattr(self, name) for name in _COUNTED},
+            sums=[f"{lane:016x}" for lane in self.sums],
+            epochs=[
+                (sums.epoch, sums.steps, sums.samples, f"{sums.ordered:016x}", f"{sums.unordered:016x}")
+                for sums in self.epochs
             ],
-            "trail": base64.b64encode(packed).decode(),
-            "earlier": self.earlier,
-        }
+            trail=base64.b64encode(np.array(self.trail, "<u4").tobytes()).decode(),
+        )
 
     def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
         """Go on from what `state` gave.
@@ -156,16 +162,15 @@ class Digest:
     def _handed_to(self, rank: int, world_size: int) -> Digest:
         if not self.steps:
             return replace(self, rank=rank, world_size=world_size)
-        own = {name: one for name, one in self.state().items() if name != "earlier"}
         return Digest(
             rank=rank,
             world_size=world_size,
             steps=self.steps,
-            epochs=[EpochSums(one.epoch, one.steps) for one in self.epochs],
+            epochs=[EpochSums(sums.epoch, sums.steps) for sums in self.epochs],
             every=self.every,
             trail=[0] * len(self.trail),
             next_step=self.next_step,
-            earlier=[*self.earlier, own],
+            earlier=[*self.earlier, self._part()],
         )
 
     @classmethod
@@ -176,42 +181,56 @@ class Digest:
             DecodeError: none did.
         """
         try:
-            found = cls(
-                **{name: state[name] for name in _PLAIN},
-                sums=tuple(map(_sum, state["sums"])),
+            saved = read(DigestState, state)
+            if len(saved.earlier) > _EARLIER:
+                raise ValueError(f"{len(saved.earlier)} earlier parts")
+        except ValueError as error:
+            raise _unreadable(error) from None
+        return replace(cls.of_part(saved), earlier=saved.earlier)
+
+    @classmethod
+    def of_part(cls, part: DigestPart) -> Digest:
+        """Return the digest of one part, without earlier ones.
+
+        Raises:
+            DecodeError: its numbers are such as no run leads to.
+        """
+        try:
+            digest = cls(
+                **{name: getattr(part, name) for name in _COUNTED},
+                sums=tuple(map(_sum, part.sums)),
                 epochs=[
                     EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
-                    for epoch, steps, samples, ordered, unordered in state["epochs"]
+                    for epoch, steps, samples, ordered, unordered in part.epochs
                 ],
-                trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
-                earlier=list(state.get("earlier", ())),  # an earlier part has none
+                trail=np.frombuffer(base64.b64decode(part.trail), "<u4").tolist(),
             )
-            found._check()
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise DecodeError(
-                f"the state has a digest that this version cannot read: {reprlib.repr(error)}"
-            ) from None
-        return found
+            digest._check()
+        except ValueError as error:
+            raise _unreadable(error) from None
+        return digest
 
     def _check(self) -> None:
         """Raise ValueError for numbers that `add` never leads to, and `merged` relies on."""
-        epochs = [one.epoch for one in self.epochs]
-        counts = [getattr(self, name) for name in _PLAIN]
-        counts += [number for one in self.epochs for number in (one.epoch, one.steps, one.samples)]
-        if any(type(one) is not int or not 0 <= one < _COUNTS for one in counts):
+        epochs = [sums.epoch for sums in self.epochs]
+        counts = [getattr(self, name) for name in _COUNTED]
+        counts += [number for sums in self.epochs for number in (sums.epoch, sums.steps, sums.samples)]
+        if any(not 0 <= count < _COUNTS for count in counts):
             raise ValueError(f"counts {counts[:8]}")
         power = self.every > 0 and not self.every & (self.every - 1)
         if len(self.sums) != LANES or len(self.trail) >= _TRAIL or not power:
             raise ValueError(f"{len(self.sums)} sums, {len(self.trail)} partial ones of {self.every} steps")
         if bool(epochs) != bool(self.steps) or len(epochs) > _EPOCHS or sorted({*epochs}) != epochs:
             raise ValueError(f"{self.steps} steps in the epochs {epochs[:8]}")
-        if len(self.earlier) > _EARLIER:
-            raise ValueError(f"{len(self.earlier)} earlier parts")
 
     def partial_sums(self) -> dict[int, int]:
-        """Steps of the last epoch -> the lower half of `ordered` over all before that one."""
+        """Return steps of the last epoch -> the lower half of `ordered` over all before that one."""
         marks = {(number + 1) * self.every: mark for number, mark in enumerate(self.trail)}
         return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
+
+
+def _unreadable(error: ValueError) -> DecodeError:
+    return DecodeError(f"the state has a digest that this version cannot read: {reprlib.repr(error)}")
 
 
 def _sum(text: str) -> int:
@@ -221,7 +240,7 @@ def _sum(text: str) -> int:
 
 
 def find_part(loader: Any) -> tuple[int, int]:
-    """(rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
+    """Return (rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers: Sequence[Any] = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
     for sampler in samplers:
@@ -232,42 +251,42 @@ def find_part(loader: Any) -> tuple[int, int]:
 
 
 def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
-    """The digest of all ranks together.
+    """Return the digest of all ranks together.
 
     Args:
         groups: the parts of the ranks that ran together, at one step; one group more for each other number of
             ranks that the run had before.
     """
     groups = [list(group) for group in groups]
-    parts = [one for group in groups for one in group]
+    parts = [digest for group in groups for digest in group]
     epochs: dict[int, EpochSums] = {}
-    for one in parts:
-        for sums in one.epochs:
+    for digest in parts:
+        for sums in digest.epochs:
             known = epochs.setdefault(sums.epoch, EpochSums(sums.epoch))
             steps = max(sums.steps, known.steps)
             known.add(sums)
             known.steps = steps
-    every = max(one.every for one in parts)
+    every = max(digest.every for digest in parts)
     return Digest(
-        steps=max(one.steps for one in parts),
-        samples=sum(one.samples for one in parts),
-        sums=tuple([sum(lane) & _MASK for lane in zip(*[one.sums for one in parts], strict=True)]),
+        steps=max(digest.steps for digest in parts),
+        samples=sum(digest.samples for digest in parts),
+        sums=tuple([sum(lane) & _MASK for lane in zip(*[digest.sums for digest in parts], strict=True)]),
         epochs=[epochs[epoch] for epoch in sorted(epochs)],
         every=every,
         trail=_added_trails(parts, max(epochs), every),
-        next_step=max(one.next_step for one in parts if one.epochs[-1].epoch == max(epochs)),
-        batch=max(sum(one.batch for one in group) for group in groups),
+        next_step=max(digest.next_step for digest in parts if digest.epochs[-1].epoch == max(epochs)),
+        batch=max(sum(digest.batch for digest in group) for group in groups),
     )
 
 
 def _added_trails(parts: list[Digest], epoch: int, every: int) -> list[int]:
-    """The partial sums of an epoch. A part that ended within it has its whole sum from there on."""
+    """Return the partial sums of an epoch. A part that ended within it has its whole sum from there on."""
     trails = []
-    for one in parts:
-        marks = one.trail[every // one.every - 1 :: every // one.every]
-        trails.append((marks, one.epochs[-1].ordered if one.epochs[-1].epoch == epoch else 0))
+    for digest in parts:
+        marks = digest.trail[every // digest.every - 1 :: every // digest.every]
+        trails.append((marks, digest.epochs[-1].ordered if digest.epochs[-1].epoch == epoch else 0))
     length = max(len(marks) for marks, _ in trails)
     return [
-        sum(marks[at] if at < len(marks) else end for marks, end in trails) & _TRAIL_MASK
-        for at in range(length)
+        sum(marks[number] if number < len(marks) else end for marks, end in trails) & _TRAIL_MASK
+        for number in range(length)
     ]

@@ -10,7 +10,7 @@ address of the data may change: whoever has moved it is told so, and goes on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import xxhash
@@ -23,13 +23,13 @@ from fastload.errors import ArgumentError
 from fastload.order.sampler import known_length
 from fastload.order.samplers import content_of
 from fastload.order.state import DatasetIdentity, Identity, State
-from fastload.trace.recipe import describe
+from fastload.trace.recipe import SAME_KEYS, check_recipe, describe
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
 _DEPTH = 100  # of datasets in datasets
 _LIKE = {
     "indices": "pass the same indices, as by a split with a seed of its own",
-    "keys": "resume with the dataset of the saved run; its place may have changed, its keys may not",
+    "keys": SAME_KEYS,
 }
 
 
@@ -40,7 +40,7 @@ class Contents:
         self._read: dict[int, tuple[Any, str | None]] = {}
 
     def forget(self) -> None:
-        """What is held may have been changed in place."""
+        """Forget what was read: what is held may have been changed in place."""
         self._read.clear()
 
     def identify(self, loader: Any) -> Identity:
@@ -55,7 +55,7 @@ class Contents:
         return DatasetIdentity(type(dataset).__qualname__, chosen, _keys(dataset), listed)
 
     def _digest(self, held: Any) -> str | None:
-        """None: it has no bytes that are the same in another process."""
+        """Return a digest; None: it has no bytes that are the same in another process."""
         before, digest = self._read.get(id(held), (None, None))
         if before is not held:
             content = content_of(held)
@@ -92,7 +92,7 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    if _check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
+    if check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
         return
     for name in saved.datasets.keys() & own.datasets.keys():
         before, now = saved.datasets[name], own.datasets[name]
@@ -128,60 +128,14 @@ def changes_since(loader: Any, state: State, name: str = "") -> str:
     return f" ({changes})" if changes else ""
 
 
-def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
-    """Compare datasets that a state describes: what it lists, where, and how its images are cut.
-
-    Return whether both are described.
-    """
-    before, now = saved.get("dataset", {}), own.get("dataset", {})
-    if "why" in before or "why" in now or not (before and now):
-        return False
-    if before["keys"] != now["keys"]:
-        raise ArgumentError(
-            f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
-            f"other keys or classes{since}: {_LIKE['keys']}"
-        )
-    places = [_place(before), _place(now)]
-    changes = []
-    if places[0] != places[1]:
-        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
-    elif before["versions"] != now["versions"]:
-        changes.append(f"objects of {now['url']!r} were written again since{since}")
-    transforms = [_transform_of(one) for one in (before, now)]
-    if transforms[0] != transforms[1]:
-        texts = _differing(*transforms)
-        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
-    for change in changes:
-        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
-    return True
-
-
-def _transform_of(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one crop of a dataset's images; {}: it has none."""
-    transform = made["arguments"].get("transform") or {}
-    return dict(transform.get("transform") or {})
-
-
-def _place(made: Mapping[str, Any]) -> str:
-    endpoint = made["options"].get("endpoint_url")
-    return repr(str(made["url"]).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The arguments of two transforms that are not alike; an empty one is none of fastload's."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
-    return [text or "none of these" for text in texts]
-
-
 def _datasets(dataset: Any) -> list[tuple[str, Any]]:
-    """(name, dataset) of each source of a mixture; else ("", the dataset)."""
+    """Return (name, dataset) of each source of a mixture; else ("", the dataset)."""
     # In `fastload replay` a range stands for samples that are not there.
     return [] if isinstance(dataset, IterableDataset | range) else list(sources_of(dataset).items())
 
 
 def _held_by(loader: Any) -> Iterator[Any]:
-    """What the samplers of a loader have been given and draw from."""
+    """Yield what the samplers of a loader have been given and draw from."""
     outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for sampler in (outer, getattr(outer, "sampler", None)):
         if type(sampler) in (list, tuple):
@@ -193,14 +147,14 @@ def _held_by(loader: Any) -> Iterator[Any]:
 
 
 def _leaf(dataset: Any) -> StoreDataset | None:
-    """The dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
+    """Return the dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, StoreDataset) else None
 
 
 def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:
-    """The `Subset`s that a dataset is made of, at any depth."""
+    """Yield the `Subset`s that a dataset is made of, at any depth."""
     if isinstance(dataset, Subset):
         yield dataset
     attributes = getattr(dataset, "__dict__", {})  # so that no property of the user's runs
@@ -211,7 +165,7 @@ def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _keys(dataset: Any) -> str | None:
-    """A digest of the keys of some samples; None where they have none, or are not known yet."""
+    """Return a digest of the keys of some samples; None where they have none, or are not known yet."""
     length = known_length(dataset)
     if not length:
         return None

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +24,13 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 
 import fastload
 from fastload.cache import Cache
+from fastload.datasets.sample_files import File
 from fastload.datasets.store_dataset import StoreDataset, arguments_of, override_of
-from fastload.datasets.table_fields import File
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
-from fastload.images.by_epoch import ByEpoch
-from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
+from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
+from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.store.failures import public_url
 from fastload.store.open import checked_options, open_store, options_from_file
@@ -39,7 +39,7 @@ _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a fal
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
 
 _CROPS: dict[str, Any] = {"RandomResizedCrop": RandomResizedCrop, "CenterCrop": CenterCrop}
-_SHARED = ("interpolation", "channels", "channels_last", "max_pixels", "strict")
+_SHARED = ("interpolation", "channels", "channels_last", "strict")
 _ARGUMENTS = {
     "RandomResizedCrop": ("scale", "ratio", "flip", *_SHARED),
     "CenterCrop": ("resize", *_SHARED),
@@ -59,7 +59,7 @@ _DATASETS = {
 }
 # Arguments that a state does not have, or has in another place; and those that no state may set.
 _LEFT_OUT = frozenset(
-    {"url", "keys", "decode", "target_transform", "fingerprint", "cache", "storage_options"}
+    {"url", "keys", "decode", "target_transform", "cache", "storage_options"}
     | {"listing_max_age", "allow_empty", "num_samples"}
 )
 _REFUSED = _LEFT_OUT | {"unsafe"}
@@ -72,6 +72,8 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LAYOUTS = ("contiguous_format", "channels_last", "preserve_format")
 
 _Json = dict[str, Any]
+
+SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 
 
 class Restored(NamedTuple):
@@ -94,7 +96,7 @@ class Restored(NamedTuple):
 
 
 def describe(loader: Any) -> _Json:
-    """The entry "recipe" of the loader's state: the same on every rank."""
+    """Return the entry "recipe" of the loader's state: the same on every rank."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or loader.batch_size is None:
         return {"why": "its batches come from batch_sampler=, or it has none"}
@@ -114,7 +116,7 @@ def describe(loader: Any) -> _Json:
 def restore(
     state: Mapping[str, Any], *, url: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Restored:
-    """The arguments of the loader that this state is of.
+    """Return the arguments of the loader that this state is of.
 
     Args:
         url: where the data is now, if not where it was.
@@ -163,11 +165,67 @@ def _restored(state: State, made: Mapping[str, Any], url: str | None, options: M
     return Restored(arguments, missing, no_images, no_images or own, notes)
 
 
+# --- two recipes
+
+
+def check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
+    """Compare the dataset of a state with the loader's: what it lists, where, and how its images are cut.
+
+    Args:
+        since: what has changed in the bucket since, in brackets.
+
+    Returns:
+        whether both are described.
+
+    Raises:
+        ArgumentError: they have other keys. What else differs is a warning.
+    """
+    before, now = saved.get("dataset", {}), own.get("dataset", {})
+    if "why" in before or "why" in now or not (before and now):
+        return False
+    if before["keys"] != now["keys"]:
+        raise ArgumentError(
+            f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
+            f"other keys or classes{since}: {SAME_KEYS}"
+        )
+    places = [_place(before), _place(now)]
+    changes = []
+    if places[0] != places[1]:
+        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
+    elif before["versions"] != now["versions"]:
+        changes.append(f"objects of {now['url']!r} were written again since{since}")
+    transforms = [_transform_of(recipe) for recipe in (before, now)]
+    if transforms[0] != transforms[1]:
+        texts = _differing(*transforms)
+        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
+    for change in changes:
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+    return True
+
+
+def _transform_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one crop of a dataset's images; {}: it has none."""
+    transform = made["arguments"].get("transform") or {}
+    return dict(transform.get("transform") or {})
+
+
+def _place(made: Mapping[str, Any]) -> str:
+    endpoint = made["options"].get("endpoint_url")
+    return repr(str(made["url"]).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of two transforms that are not alike; an empty one is none of fastload's."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
+    return [text or "none of these" for text in texts]
+
+
 # --- what a state has
 
 
 def _unlike(loader: Any) -> tuple[str | None, list[str]]:
-    """(why the batch cannot be made again, or None; what may be unlike in it)."""
+    """Return (why the batch cannot be made again, or None; what may be unlike in it)."""
     dataset, notes = loader.dataset, []
     whys = [
         (type(loader).__module__ != "fastload.loader.dataloader", f"it is a {type(loader).__qualname__}"),
@@ -182,7 +240,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
             "its dataset's transform= is neither RandomResizedCrop, CenterCrop nor ByEpoch of these",
         ),
     ]
-    if loader.decode != "cpu":
+    if loader.decoder != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
     if isinstance(cache, Cache) and not cache.codec.lossless:
@@ -322,7 +380,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _transform(transform: Any) -> _Json | None:
-    """None: it cannot be described."""
+    """Return it as JSON; None: it cannot be described."""
     if type(transform) is ByEpoch:
         each = {str(epoch): _transform(one) for epoch, one in transform.transforms.items()}
         return None if None in each.values() else {"kind": "ByEpoch", "transforms": each}
@@ -355,12 +413,12 @@ def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
     if kind is ShardSampler:
         return {"kind": "ShardSampler", **dealt, "mode": sampler.mode}
     if kind is DistributedSampler:
-        dealt |= {"mode": sampler.mode, "nodes": sampler.place.nodes, "exchange": sampler.exchange}
+        dealt |= {"mode": sampler.mode, "nodes": sampler._place.nodes, "exchange": sampler.exchange}
     return {"kind": f"{kind.__module__.partition('.')[0]}.DistributedSampler", **dealt}
 
 
 def _normalize(transform: Any) -> _Json | None:
-    """None: there is none. {}: it cannot be described."""
+    """Return it as JSON. None: there is none. {}: it cannot be described."""
     if transform is None:
         return None
     if type(transform) is not Normalize:
@@ -381,7 +439,7 @@ def _normalize(transform: Any) -> _Json | None:
 def _open_dataset(
     made: Mapping[str, Any], length: int, url: str | None, options: Mapping[str, Any], notes: list[str]
 ) -> tuple[Any, str | None]:
-    """(dataset, why it has no samples)."""
+    """Return (dataset, why it has no samples)."""
     if "why" in made:
         return range(
             length
@@ -402,7 +460,7 @@ def _open_dataset(
         arguments["allow_empty"] = True
     try:
         dataset = kind(url=where, storage_options=dict(options) or None, **arguments)
-        known = dataset.indexed_length() if hasattr(dataset, "indexed_length") else len(dataset)
+        known = indexed_length(dataset)
     except (FastloadError, TypeError) as error:
         held = made["withheld"]
         hint = (
@@ -445,7 +503,7 @@ def _new_transform(made: Mapping[str, Any] | None) -> Any:
 def _new_sampler(
     made: Mapping[str, Any], dataset: Any, replicas: int | None, generator: torch.Generator | None
 ) -> Any:
-    """The sampler of rank 0."""
+    """Return the sampler of rank 0."""
     if made["kind"] == "SequentialSampler":
         return SequentialSampler(dataset)
     if made["kind"] == "RandomSampler":

@@ -47,7 +47,7 @@ _WORKING = ("get", "cache", "decode", "collate")
 
 
 def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
-    """The most workers of one rank: its share of the node's cores minus headroom for the trainer's threads.
+    """Return the most workers of one rank: its share of the cores, less headroom for the trainer's threads.
 
     Those are its main thread, autograd's, NCCL's: one core, and one more for every 16. A share of two cores
     or less has no headroom.
@@ -61,7 +61,7 @@ def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
 
 
 def why_fixed(dataset: Any) -> str:
-    """Why the number of workers cannot change while an epoch runs; "" where it can."""
+    """Return why the number of workers cannot change while an epoch runs; "" where it can."""
     if isinstance(dataset, IterableDataset):
         return "an iterable dataset is split by worker"
     if view_of(dataset).streams() is not None:
@@ -132,12 +132,12 @@ class Autoscaler:
             _log.info("%s", self.sentence())
 
     def sentence(self) -> str:
-        """The choice and its reason."""
+        """Return the choice and its reason."""
         ahead = f", {self.ahead} batches ahead each" if self.ahead != 2 else ""
         return f"num_workers='auto': {self.workers} of at most {self.most} workers{ahead}: {self.why}"
 
     def look(self, counters: Counters, in_flight: int) -> int:
-        """The number of workers that there should be.
+        """Return the number of workers that there should be.
 
         Args:
             counters: the loader's, of all epochs.
@@ -198,13 +198,13 @@ class Autoscaler:
         return self.workers
 
     def _held_back(self, counters: Mapping[str, float]) -> float:
-        """The part of the workers' time in which their finished batches waited for the consumer."""
+        """Return the part of the workers' time in which their finished batches waited for the consumer."""
         working = sum(counters.get(f"{stage}.seconds", 0.0) for stage in _WORKING)
         waiting = counters.get("slot.seconds", 0.0)
         return waiting / max(working + waiting, 1e-9)
 
     def _fewer(self, counters: Mapping[str, float]) -> int:
-        """The number that the work needs, where workers wait for the consumer most of the time."""
+        """Return the number that the work needs, where workers wait for the consumer most of the time."""
         held_back = self._held_back(counters)
         if held_back <= _SLACK:
             return self.workers

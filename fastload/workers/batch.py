@@ -1,6 +1,6 @@
 """One index batch in, one collated batch out: the steps of `BatchMaker.make_batch`, in order.
 
-    announce (earlier) ─▶ new_batch ─▶ fill: payload ─▶ decode ─▶ row ─▶ settle errors ─▶ finish
+    announce (earlier) ─▶ new_batch ─▶ fill: payload ─▶ decode ─▶ row ─▶ resolve errors ─▶ finish
      ReadAhead            rows in a slot                                ErrorPolicy       Collation
                           SampleReader: sample objects, for other datasets
 
@@ -11,32 +11,33 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import IterableDataset, graph_settings
 
-from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, CacheFilling, RowErrors, RowRequests
-from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
+from fastload.datasets.sample_fields import ordinary_memory
+from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests, SampleStream, stopping
+from fastload.datasets.wrappers import fastload_datasets, inner_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
-from fastload.order.state import DatasetState
+from fastload.images.rng import SampleSeeds
+from fastload.metrics.counters import Counters
+from fastload.metrics.torch_private import IterableFetcher
+from fastload.order.samplers import is_stateful
+from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.collate import Collation, tell_mismatch
-from fastload.workers.on_error import ErrorPolicy
-from fastload.workers.protocol import EpochStart, WorkerSetup
-from fastload.workers.reading import ReadAhead, SampleReader
+from fastload.workers.protocol import EpochStart, Fingerprint, Fingerprints, WorkerSetup
+from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
-from fastload.workers.sources import (
-    BatchCounters,
-    BatchSource,
-    IterableSource,
-    StreamReader,
-    TakeNext,
-    dataset_state,
-)
-from fastload.workers.witness import Witnesses
+
+_FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
 
 def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
@@ -44,6 +45,104 @@ def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
     if isinstance(setup.dataset, IterableDataset):
         return IterableSource(setup)
     return BatchMaker(setup, allocate)
+
+
+class BegunBatch(NamedTuple):
+    """A batch whose rows another thread fills.
+
+    Attributes:
+        batch: as of `View.new_batch`.
+        errors: of its rows, once all are filled.
+        stop: set where nobody wants it any more.
+    """
+
+    batch: Any
+    errors: Future[RowErrors]
+    stop: threading.Event
+
+
+class BatchSource:
+    """Makes the batches of one process. The methods that need not be written do nothing.
+
+    Attributes:
+        fingerprint: of the batch that was made last; None where the samples have no index.
+    """
+
+    fingerprint: Fingerprint | None = None
+
+    def start_epoch(self, start: EpochStart) -> None:
+        """Begin an epoch. Work of the one before was cancelled."""
+        raise NotImplementedError
+
+    def begin_batch(self, index: Any) -> BegunBatch | None:
+        """Let another thread fill the rows of a batch, which `make_batch` gets; None where it cannot."""
+        return None
+
+    def end_batch(self, begun: BegunBatch) -> None:
+        """Fill no more rows of a batch: nobody writes into its memory when this returns."""
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
+        """Make the collated batch.
+
+        Args:
+            begun: what `begin_batch` returned for this index, in this epoch.
+
+        Raises:
+            StreamOver: an iterable dataset or the stream has no more.
+        """
+        raise NotImplementedError
+
+    def state(self) -> DatasetState | dict[str, Any] | None:
+        """Return the state of a stateful dataset, or of the stream after its last batch; None without one."""
+        raise NotImplementedError
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        """Return (counters, bad samples) since the last call."""
+        raise NotImplementedError
+
+    def prefetch(self, index: Any) -> None:
+        """Start reading an index batch that will be asked for after those announced before.
+
+        Raises:
+            Exception: any that the dataset raises; then none of the batch is announced.
+        """
+
+    def cancel(self, index: Any) -> None:
+        """Forget an announced index batch. One that could not be announced is ignored."""
+
+    def exclude(self, samples: frozenset[int]) -> None:
+        """Let these samples replace no bad ones from now on."""
+
+    def resume(self, position: WorkerState | None) -> None:
+        """Move an iterable dataset to a saved position, see `dataset_state`; None: to its beginning."""
+
+    def flush_cache(self) -> None:
+        """Wait until the cache has this epoch's records: the next epoch finds them there."""
+
+    def close_cache(self) -> None:
+        """Write out the queued records, at the end of this process."""
+
+    def end_iteration(self) -> None:
+        """Stop reading ahead for streams, and end the threads that make samples, in the trainer's process."""
+
+
+class BatchCounters(Counters):
+    """The counters of a process that makes batches, with those of its dataset and of the inner datasets."""
+
+    def __init__(self, dataset: Any, *, threaded: bool = False) -> None:
+        sources = fastload_datasets(dataset)
+        # A dataset has the counters of its cache only where it prefetches.
+        sources += [getattr(source, "cache", None) for source in sources]
+        held = [getattr(source, "counters", None) for source in sources]
+        super().__init__(dict.fromkeys(counters for counters in held if isinstance(counters, Counters)))
+        self._alone = not threaded and any(inner.asks is not None for inner in inner_datasets(dataset))
+
+    def made_batch(self, samples: int) -> None:
+        """Count a batch of this number of samples."""
+        self.add("collate.batches")
+        self.add("collate.samples", samples)
+        if self._alone:
+            self.add("get.alone", samples)
 
 
 class BatchMaker(BatchSource):
@@ -75,7 +174,7 @@ class BatchMaker(BatchSource):
         self._ahead = ReadAhead(
             rows if rows.reads_ahead else None, auto_collation=setup.auto_collation, threaded=threaded
         )
-        self._witnesses = Witnesses(rows, seeded=setup.seeded, logged=setup.logged)
+        self._fingerprints = Fingerprints(rows, seeded=setup.seeded, logged=setup.logged)
         # A trainer that makes its own batches runs other code too, which must not see what threads draw.
         shares = setup.num_workers == 0
         self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None
@@ -94,22 +193,23 @@ class BatchMaker(BatchSource):
             drop_last=setup.drop_last,
             cancel=self.cancel,
         )
+        self._fillers = ThreadPoolExecutor(_FILLERS, "fastload-fill")  # starts none before it is used
 
     def start_epoch(self, start: EpochStart) -> None:
         self._streams.start_epoch(streamed=start.streamed)
         self._streamed, self._stream = start.streamed, None
         self._epoch = (start.seed, start.epoch)
         self._collation.start_epoch()
-        # Without an index of the dataset, on_error="replace" acts as "skip".
+        # Without an index of the dataset, on_error="replace" acts as "repeat".
         self._errors.start_epoch(*self._epoch, indexed=not start.streamed)
-        self._errors.left_out = start.left_out
+        self._errors.excluded = start.excluded
         self._ahead.start_epoch(streamed=start.streamed)
         if self._seeds is not None:
             self._seeds.start_epoch(*self._epoch)
         start_epoch(self._datasets, start.epoch)
 
-    def leave_out(self, samples: frozenset[int]) -> None:
-        self._errors.left_out = samples
+    def exclude(self, samples: frozenset[int]) -> None:
+        self._errors.excluded = samples
 
     def prefetch(self, index: Any) -> None:
         if isinstance(index, TakeNext):
@@ -126,14 +226,25 @@ class BatchMaker(BatchSource):
             self._samples.cancel(index)
             self._ahead.cancel(index)
 
-    def begin_batch(self, index: Any) -> Any | None:
+    def begin_batch(self, index: Any) -> BegunBatch | None:
         indices = self._collation.indices(index)
-        batch = self._new_batch(len(indices), encoded=False)
-        if batch is not None:
-            self._rows.begin(batch, list(enumerate(indices)), *self._epoch)
-        return batch
+        batch, stop = self._new_batch(len(indices), encoded=False), threading.Event()
+        if batch is None:
+            return None
+        requests = list(enumerate(indices))
+        return BegunBatch(batch, self._fillers.submit(self._fill_until, stop, batch, requests), stop)
 
-    def make_batch(self, index: Any, *, encoded: bool, begun: Any | None = None) -> Any:
+    def end_batch(self, begun: BegunBatch) -> None:
+        begun.stop.set()
+        if not begun.errors.cancel():
+            wait([begun.errors])
+
+    def _fill_until(self, stop: threading.Event, batch: Any, requests: RowRequests) -> RowErrors:
+        """Fill rows in a thread of its own, until `stop` is set."""
+        stopping.set(stop)
+        return self._fill(batch, requests)
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
         """Make the collated batch of `index`; with `encoded`, its images as `EncodedImages`.
 
         Args:
@@ -144,7 +255,7 @@ class BatchMaker(BatchSource):
             Exception: any of the dataset or `collate_fn` that `on_error` does not cover. It has a note
                 of the sample.
         """
-        self.witness = self._stream = None
+        self.fingerprint = self._stream = None
         if isinstance(index, TakeNext):
             index, self._stream = self._streams.take(index)
         try:
@@ -156,25 +267,27 @@ class BatchMaker(BatchSource):
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
         except BaseException:  # Ctrl-C too: the announced rest of the batch will not be used
             self.cancel(index)
+            if begun is not None:
+                self.end_batch(begun)
             raise
 
-    def _make_batch(self, index: Any, encoded: bool, begun: Any | None) -> Any:
+    def _make_batch(self, index: Any, encoded: bool, begun: BegunBatch | None) -> Any:
         indices, used_ahead = self._collation.indices(index), self._ahead.used()
-        batch = self._new_batch(len(indices), encoded) if begun is None else begun
+        batch = self._new_batch(len(indices), encoded) if begun is None else begun.batch
         if batch is None:
-            samples, settled = self._samples.read(index, indices, *self._epoch)
+            samples, resolved = self._samples.read(index, indices, *self._epoch)
         else:
             self._samples.cancel(index)
-            settled = self._errors.settle(
-                indices, partial(self._fill, batch), partial(self._rows.copy_row, batch)
-            )
-        self.witness = self._witnesses.of(settled, *self._epoch)
+            fill, copy = partial(self._fill, batch), partial(self._rows.copy_row, batch)
+            errors = fill(list(enumerate(indices))) if begun is None else begun.errors.result()
+            resolved = self._errors.resolve(indices, errors, fill, copy)
+        self.fingerprint = self._fingerprints.of(resolved, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if batch is None:
-                made = self._collation(samples, lambda row: self._errors.name(settled[row]))
+                made = self._collation(samples, lambda row: self._errors.name(resolved[row]))
             else:
-                made = self._finish(batch, settled, encoded)
+                made = self._finish(batch, resolved, encoded)
         self.counters.made_batch(len(indices))
         return made
 
@@ -192,7 +305,7 @@ class BatchMaker(BatchSource):
             assert images is not None
             why = images.why_not_encoded()
             if why is not None:
-                raise ArgumentError(f"decode= of the loader does not work here: {why}")
+                raise ArgumentError(f"decoder= of the loader does not work here: {why}")
             return images.new_encoded_batch(n, self._allocate)
         if not rows.reads_ahead or rows.override is not None:
             return None
@@ -238,13 +351,13 @@ class BatchMaker(BatchSource):
     def flush_cache(self) -> None:
         for dataset in self._datasets:
             if isinstance(dataset, CacheFilling):
-                dataset.flush_cache()
+                dataset._flush_cache()
 
     def close_cache(self) -> None:
         self._close_threads()
         for dataset in self._datasets:
             if isinstance(dataset, CacheFilling):
-                dataset.close_cache()
+                dataset.close()
 
     def end_iteration(self) -> None:
         self._close_threads()
@@ -253,3 +366,161 @@ class BatchMaker(BatchSource):
     def _close_threads(self) -> None:
         if self._threads is not None:
             self._threads.close()
+
+
+# --- streams of shards
+
+
+class StreamOver(Exception):
+    """A stream has no more. Not StopIteration, which a dataset may raise by mistake."""
+
+
+class TakeNext(NamedTuple):
+    """In place of an index batch: the next `n` samples of a stream."""
+
+    stream: int
+    n: int
+    start: dict[str, Any] | None  # with the first batch of the stream: the state to open it with
+
+
+class StreamReader:
+    """Opens streams on request, and takes sample ids from them.
+
+    Args:
+        dataset: any; streams are requested only of a `StreamDataset`.
+        auto_collation: False where an "index batch" is one id (`batch_size=None`).
+        drop_last: a stream ends before a last batch that is not full.
+        cancel: called with ids that were taken and will not be used, as an index batch.
+    """
+
+    def __init__(
+        self, dataset: Any, *, auto_collation: bool, drop_last: bool, cancel: Callable[[Any], None]
+    ) -> None:
+        self._dataset = view_of(dataset).streams()
+        self._auto_collation = auto_collation
+        self._drop_last = drop_last
+        self._cancel = cancel
+        self._open: dict[int, SampleStream] = {}
+
+    def start_epoch(self, *, streamed: bool) -> None:
+        """Close the streams of the previous epoch."""
+        self.close()
+        if not streamed and self._dataset is not None:
+            self._dataset.must_stream()  # reads the shard indexes that other processes have completed
+
+    def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
+        """Return the index batch of the next samples, and the stream's state after them.
+
+        Raises:
+            StreamOver: the stream is over.
+            Exception: any that the stream raises; it is over then.
+        """
+        assert self._dataset is not None
+        if work.start is not None:
+            if work.stream in self._open:  # Ctrl-C came after `take`, so it is opened once more
+                self._open.pop(work.stream).close()
+            self._open[work.stream] = self._dataset.open_stream(work.start)
+        stream = self._open.pop(work.stream, None)
+        if stream is None:
+            raise StreamOver
+        try:
+            ids = stream.take(work.n)
+            state = stream.state()
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, StopIteration):
+                raise RuntimeError("a stream of the dataset raised StopIteration") from error
+            raise
+        if not ids or (self._drop_last and len(ids) < work.n):
+            if ids:
+                self._cancel(ids)
+            stream.close()
+            raise StreamOver
+        self._open[work.stream] = stream
+        return (ids if self._auto_collation else ids[0]), state
+
+    def close(self) -> None:
+        """Close all open streams."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+# --- iterable datasets, and states of datasets: that of the process that reads one
+
+
+class IterableSource(BatchSource):
+    """An iterable dataset, by torch's own fetcher."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._counters = BatchCounters(setup.dataset)
+        self._fetcher = self._new_fetcher()
+
+    def resume(self, position: WorkerState | None) -> None:
+        resume_fetcher(self._fetcher, position, self._setup.batch_size)
+
+    def _new_fetcher(self) -> Any:
+        setup = self._setup
+        return IterableFetcher(setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last)
+
+    def start_epoch(self, start: EpochStart) -> None:
+        """Iterate again. The first epoch has its iterator already, which may have been resumed."""
+        if start.first == 0:
+            return
+        if start.shared_seed is not None:
+            rng = torch.Generator().manual_seed(start.shared_seed)
+            graph_settings.apply_random_seed(self._setup.dataset, rng)
+        self._fetcher = self._new_fetcher()
+
+    def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
+        try:
+            with self._counters.timed("decode"):
+                batch = self._fetcher.fetch(index)
+        except StopIteration:
+            raise StreamOver from None
+        self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
+        return batch
+
+    def state(self) -> DatasetState | None:
+        return dataset_state(self._setup.dataset, self._fetcher)
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        return self._counters.drain(), []
+
+
+def dataset_state(dataset: Any, fetcher: Any) -> DatasetState | None:
+    """Return the state of a dataset and of the iterator that `fetcher` has over it; None without one."""
+    iterator = getattr(fetcher, "dataset_iter", None)
+    own = is_stateful(dataset) and iterator is not dataset
+    if not own and not is_stateful(iterator):
+        return None
+    return DatasetState(
+        dataset=dataset.state_dict() if own else None,
+        iterator=iterator.state_dict() if iterator is not None and is_stateful(iterator) else None,
+        ended=getattr(fetcher, "ended", False),
+    )
+
+
+def load_dataset(dataset: Any, saved: WorkerState | None) -> None:
+    """Load the dataset's own state, before an iterator over it is made: the first step of resuming."""
+    if saved is not None and saved.state is not None and saved.state.dataset is not None:
+        dataset.load_state_dict(saved.state.dataset)
+
+
+def resume_fetcher(fetcher: Any, saved: WorkerState | None, batch_size: int) -> None:
+    """Move the iterator of torch's fetcher over an iterable dataset to the saved position: the second step.
+
+    An iterator without a state is moved by drawing and dropping samples.
+    """
+    if saved is None:
+        return
+    state = saved.state
+    if state is not None and state.iterator is not None:
+        fetcher.dataset_iter.load_state_dict(state.iterator)
+    if saved.fresh:
+        if state is not None:
+            fetcher.dataset_iter = iter(fetcher.dataset)
+        return
+    if state is None:
+        deque(itertools.islice(fetcher.dataset_iter, saved.batches * batch_size), maxlen=0)
+    fetcher.ended = saved.ended or (state is not None and state.ended)

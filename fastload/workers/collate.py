@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 
-from fastload.datasets.protocols import Allocate
+from fastload.datasets.views import Allocate
 from fastload.metrics.torch_private import collate_map, collate_tensors, default_device
 
 
 def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str:
-    """One sentence on why `default_collate` refuses these samples; "" where the reason is unknown.
+    """Return one sentence on why `default_collate` refuses these samples; "" where the reason is unknown.
 
     Args:
         samples: of one batch.
@@ -34,9 +34,9 @@ def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str
                 "transform=fastload.RandomResizedCrop(224), or pass collate_fn"
             )
     for row, sample in enumerate(samples):
-        found = _difference(samples[0], sample, "")
-        if found is not None:
-            where, first, other = found
+        difference = _difference(samples[0], sample, "")
+        if difference is not None:
+            where, first, other = difference
             return f"{name(0)} {first}{_at(where)}, but {name(row)} {other}: {_REMEDY}"
     return ""
 
@@ -46,22 +46,22 @@ def _at(where: str) -> str:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """(key, value) of the containers that `default_collate` enters."""
+    """Return (key, value) of the containers that `default_collate` enters."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list | tuple) else []
 
 
 def _find_image(value: Any, where: str) -> str | None:
-    """The place of a PIL.Image in a sample: "", "[0]", "['image']"; None where there is none."""
+    """Return the place of a PIL.Image in a sample: "", "[0]", "['image']"; None where there is none."""
     if any(kind.__module__ == "PIL.Image" for kind in type(value).__mro__):  # it may not be installed
         return where
-    found = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
-    return next((place for place in found if place is not None), None)
+    images = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
+    return next((place for place in images if place is not None), None)
 
 
 def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
-    """(place, the first sample's form, the other's form) at the first place that cannot be stacked."""
+    """Return (place, the first sample's form, the other's form) at the first place that cannot be stacked."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in a:
             if key not in b:
@@ -71,13 +71,13 @@ def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
         if first != other:
             return where, first, other
     inside, before = dict(_items(b)), dict(_items(a))
-    found = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in before.items())
+    differences = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in before.items())
     more = ((where, f"lacks {key!r}", "has it") for key in inside if key not in before)
-    return next((difference for difference in found if difference is not None), next(more, None))
+    return next((difference for difference in differences if difference is not None), next(more, None))
 
 
 def _form(value: Any) -> str:
-    """The form that two values must share to be stacked, in words."""
+    """Return the form that two values must share to be stacked, in words."""
     if isinstance(value, torch.Tensor | np.ndarray) and getattr(value, "shape", None) is not None:
         return f"has shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):
@@ -142,11 +142,11 @@ class Collation:
         self.on_host = functools.partial(torch.device, "cpu") if moved else contextlib.nullcontext
 
     def indices(self, index: Any) -> list[Any]:
-        """The sample indices of an index batch."""
+        """Return the sample indices of an index batch."""
         return list(index) if self.auto_collation else [index]
 
     def __call__(self, samples: Any, name: Callable[[int], str]) -> Any:
-        """The batch of these samples. `name`: row of the batch -> the sample's name, for errors.
+        """Return the batch of these samples. `name`: row of the batch -> the sample's name, for errors.
 
         Raises:
             Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that

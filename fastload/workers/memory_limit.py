@@ -67,7 +67,7 @@ class MemoryLimit(NamedTuple):
 
     @classmethod
     def of(cls, given: Any, workers: int, context: Any) -> MemoryLimit | None:
-        """The argument `memory_limit` of a loader with these workers and this multiprocessing context.
+        """Return the argument `memory_limit` of a loader with these workers and this multiprocessing context.
 
         Raises:
             ArgumentError: it is no size, or below the smallest one that is possible; or it is a part of the
@@ -82,18 +82,18 @@ class MemoryLimit(NamedTuple):
 
     @property
     def common(self) -> int:
-        """Bytes of processes that serve all workers."""
+        """Return bytes of processes that serve all workers."""
         if not self.workers:
             return _CLIENT
         return _FORK_SERVER if self.method == "forkserver" else 0
 
     @property
     def share(self) -> int:
-        """Bytes of each worker."""
+        """Return bytes of each worker."""
         return max(0, self.bytes - self.common) // max(1, self.workers)
 
     def least(self, process: int = 0, room: int = _LEAST_ROOM) -> int:
-        """The smallest limit, where each worker takes `process` bytes by itself (0: a usual one)."""
+        """Return the smallest limit, where each worker takes `process` bytes by itself (0: a usual one)."""
         if not self.workers:
             return self.common + room
         return self.common + self.workers * ((process or _PROCESS.get(self.method, 0)) + room)
@@ -112,7 +112,7 @@ class MemoryLimit(NamedTuple):
 
 
 def most_workers(memory_limit: Any, context: Any) -> int:
-    """The upper limit of num_workers="auto": by cores, and by memory."""
+    """Return the upper limit of num_workers="auto": by cores, and by memory."""
     limit = MemoryLimit.of(memory_limit, 1, context)
     if limit is None:
         return ceiling()
@@ -121,7 +121,7 @@ def most_workers(memory_limit: Any, context: Any) -> int:
 
 
 def _bytes_of_rank(given: Any) -> int:
-    """Bytes, from what `parse_size` takes or from "50%": that part of the node's memory, shared by its ranks.
+    """Return bytes, from what `parse_size` takes or from "50%": that part of the node's memory for its ranks.
 
     Shares that move between ranks were rejected, as those that move between workers are.
     """
@@ -154,11 +154,11 @@ class MemoryUse:
         self._warned = False
 
     def start(self, limit: MemoryLimit | None) -> None:
-        """An iterator starts, with workers of its own."""
+        """Note that an iterator starts, with workers of its own."""
         self._limit, self._workers = limit, {}
 
     def report(self, worker_id: int, used: int) -> None:
-        """A worker has measured itself."""
+        """Note what a worker has measured of itself."""
         self._workers[worker_id] = used
         self._peak = max(self._peak, self._sum())
         limit = self._limit
@@ -175,7 +175,7 @@ class MemoryUse:
             )
 
     def stats(self) -> dict[str, int]:
-        """The value of `stats()["memory"]`."""
+        """Return the value of `stats()["memory"]`."""
         if self._limit is None:
             return {}
         if not self._limit.workers:
@@ -210,7 +210,7 @@ class WorkerMemory:
         self.ahead = prefetch_factor if limit is None else 1
 
     def begin(self) -> None:
-        """The process is ready to make batches: what it takes by itself is known.
+        """Note that the process is ready to make batches: what it takes by itself is known.
 
         Raises:
             ArgumentError: its share leaves no room for batches.
@@ -225,7 +225,7 @@ class WorkerMemory:
         limit_payloads(self, self._room // 4)
 
     def allow_ahead(self, batches: int) -> None:
-        """So many finished batches may wait, if they are small."""
+        """Let so many finished batches wait, if they are small."""
         self._allowed = batches
         if self._limit is None:
             self.ahead = self._most_ahead()
@@ -234,7 +234,7 @@ class WorkerMemory:
         return max(self._prefetch_factor, min(self._allowed, _AHEAD // max(1, self._largest)))
 
     def check_batch(self, nbytes: int) -> None:
-        """A batch takes this many bytes of slots, and is about to be handed over.
+        """Check the bytes of slots that a batch takes, which is about to be handed over.
 
         Raises:
             ArgumentError: it is the first one, and another one would not fit beside it.
@@ -244,7 +244,7 @@ class WorkerMemory:
         self._largest = max(self._largest, nbytes)
 
     def look(self, slots: int) -> None:
-        """A batch was made: measure, and adapt what is read ahead and made ahead.
+        """Measure, after a batch was made, and adapt what is read ahead and made ahead.
 
         Args:
             slots: bytes of all slots of this worker.
@@ -273,7 +273,7 @@ class WorkerMemory:
         self.ahead = min(self._most_ahead(), max(1, batches - 1))
 
     def _grown_by_count(self) -> int:
-        """What this process has taken since `begin`, counted anew where the difference of its heaps misleads.
+        """Return what this process has taken since `begin`, counted where the heaps' difference misleads.
 
         Returned memory may be what a forked worker has inherited and still shares: its heaps then shrink, and
         what it has to itself does not.

@@ -24,7 +24,7 @@ import torch.multiprocessing
 from fastload.errors import WorkerError
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
-from fastload.workers.protocol import Channel, EpochStart, LeaveOut, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
 from fastload.workers.slot_memory import Pin
 from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
@@ -89,12 +89,12 @@ class WorkerProcesses(Workers):
         self._epoch: EpochStart | None = None  # the current one
         self._ahead = setup.prefetch_factor
         self.lanes = setup.num_workers
-        self.kernel_threads = start if setup.kernel_threads else 0
+        self._share_threads(start)
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
         try:
-            for worker_id in range(1 if self.kernel_threads else start):
+            for worker_id in range(setup.num_workers if self.kernel_threads else start):
                 self._workers.append(self._start(worker_id))
         except BaseException:
             self.close()
@@ -107,13 +107,17 @@ class WorkerProcesses(Workers):
     def scale(self, workers: int, ahead: int) -> None:
         self._ahead = ahead
         if self.kernel_threads:
-            self.kernel_threads = workers
+            self._share_threads(workers)
             return
         while len(self._workers) < workers:
             worker = self._start(len(self._workers))
             self._workers.append(worker)
             if self._epoch is not None:
                 self._send(worker, self._epoch)
+
+    def _share_threads(self, count: int) -> None:
+        """Let `count` threads of the kernel be busy, as many in each process."""
+        self.kernel_threads = -(-count // self._setup.num_workers) if self._setup.kernel_threads else 0
 
     def _start(self, worker_id: int) -> _Handle:
         ours, theirs = Channel.pair()
@@ -157,11 +161,11 @@ class WorkerProcesses(Workers):
             worker.consumed = 0
             self._send(worker, start)
 
-    def leave_out(self, samples: frozenset[int]) -> None:
+    def exclude(self, samples: frozenset[int]) -> None:
         assert self._epoch is not None
-        self._epoch = self._epoch._replace(left_out=samples)  # for workers that are started later
+        self._epoch = self._epoch._replace(excluded=samples)  # for workers that are started later
         for worker in self._workers:
-            self._send(worker, LeaveOut(samples))
+            self._send(worker, Exclude(samples))
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
         self._tell(self._workers[worker_id], seq, index, encoded, again)
@@ -191,7 +195,7 @@ class WorkerProcesses(Workers):
         ahead, threads = self._ahead, self.kernel_threads
         self._send(worker, Work(worker.consumed, *returned, seq, index, encoded, ahead, threads, again))
 
-    def _send(self, worker: _Handle, message: EpochStart | LeaveOut | Work) -> None:
+    def _send(self, worker: _Handle, message: EpochStart | Exclude | Work) -> None:
         # A death is reported when the worker's batch is due, after the batches that it sent before.
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
@@ -261,7 +265,7 @@ class WorkerProcesses(Workers):
             result.exhausted,
             result.before,
             result.after,
-            result.witness,
+            result.fingerprint,
         )
 
     def _death_error(self, worker: _Handle) -> WorkerError:

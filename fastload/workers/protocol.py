@@ -1,4 +1,4 @@
-"""The protocol between the trainer's process and one worker: messages, errors, and the channel for both.
+"""The protocol between the trainer's process and one worker: messages, errors, fingerprints, and the channel.
 
 A `Channel` is a Unix socket pair of sequenced packets: a message arrives whole or not at all, file
 descriptors travel with it, and the death of either side is an end-of-file on the other. A
@@ -21,12 +21,15 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fastload.datasets.views import View, numbers_of
 from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
 from fastload.order.state import WorkerState
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.slot_memory import PackedBatch, anonymous_file
-from fastload.workers.witness import Witness
 
 # Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
 _PACKET_LIMIT = 64 << 10
@@ -48,9 +51,9 @@ class WorkerSetup:
     base_seed: int
     on_error: str
     seeded: bool
-    logged: bool  # a sample log wants each row of a witness
+    logged: bool  # a sample log wants each row of a fingerprint
     threads: int  # that make samples
-    kernel_threads: int  # that make the rows of a batch; 0: the worker's own
+    kernel_threads: int  # in a worker, that make the rows of a batch; 0: the worker's own
     batch_size: int
     memory_limit: MemoryLimit | None
     positions: list[WorkerState] | None  # where each worker resumes the dataset
@@ -64,10 +67,10 @@ class EpochStart(NamedTuple):
     epoch: int
     streamed: bool  # index batches are `TakeNext`
     shared_seed: int | None  # the same for all workers and ranks, for torch's iterable data pipes
-    left_out: frozenset[int] = frozenset()  # see `LeaveOut`
+    excluded: frozenset[int] = frozenset()  # see `Exclude`
 
 
-class LeaveOut(NamedTuple):
+class Exclude(NamedTuple):
     """From the next batch on, these samples replace no bad ones."""
 
     samples: frozenset[int]
@@ -126,7 +129,7 @@ class Failure(NamedTuple):
 
 
 def _rebuilt(error: Exception | None, kind: Any, text: str) -> Exception:
-    """The exception with this text, as torch's workers rebuild theirs; a RuntimeError where that fails."""
+    """Return the exception with this text, as torch's workers rebuild theirs, or else a RuntimeError."""
     try:
         # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
         rebuilt: Exception = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
@@ -143,7 +146,7 @@ _NOTHING = pickle.dumps((None, None))
 
 
 def _round_trip(thing: tuple[Exception | None, type[Exception]]) -> bytes | None:
-    """Its pickle, or None where that cannot be loaded: an exception may pickle and still fail to load."""
+    """Return its pickle; None where that cannot be loaded: an exception may pickle and still fail to load."""
     try:
         pickled = bytes(ForkingPickler.dumps(thing))
         return pickled if type(pickle.loads(pickled)[0]) is type(thing[0]) else None
@@ -174,7 +177,7 @@ class Result(NamedTuple):
     memory: int = 0  # bytes that the worker uses, where the loader has a limit
     before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
     after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
-    witness: Witness | None = None  # what the batch was made of, where samples have an index
+    fingerprint: Fingerprint | None = None  # what the batch was made of, where samples have an index
 
 
 class Channel:
@@ -188,7 +191,7 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """(the trainer's end, the worker's end)."""
+        """Return (the trainer's end, the worker's end)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         trainer = cls(ours)
         cls._trainer_ends.add(trainer)
@@ -199,7 +202,7 @@ class Channel:
 
     @property
     def pending(self) -> bool:
-        """True while messages wait in the outbox for room in the socket."""
+        """Return whether messages wait in the outbox for room in the socket."""
         return bool(self._outbox)
 
     def send(self, message: Any, fds: list[int] | None = None) -> None:
@@ -233,7 +236,7 @@ class Channel:
                 os.close(fd)
 
     def receive(self, *, wait: bool) -> tuple[Any, list[int]] | None:
-        """The next message with its descriptors; None where none has arrived (only without `wait`).
+        """Return the next message with its descriptors; None where none has arrived (only without `wait`).
 
         Raises:
             EOFError: the peer closed its end or died.
@@ -279,3 +282,61 @@ def _close_trainer_ends() -> None:
 
 
 call_in_forks(_close_trainer_ends)
+
+
+# --- what a batch was really made of
+#
+# The process that makes a batch says so, once `on_error` has resolved its errors. Every other account of a
+# run, such as the order that the trainer planned, would repeat the plan's mistakes.
+#
+#     identity      key and version of the object; shard, its version and the record's number; else the index
+#     fingerprint   identity mixed with the random number of the sample: one 64-bit number for each row
+#     sums          over the rows of the batch, in four functions of the fingerprint: the same in any order
+
+LANES = 4
+_FACTORS = np.array(
+    [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F], [0xD6E8FEB86659FD93], [0xA0761D6478BD642F]], np.uint64
+)
+_HALF = np.uint64(32)
+
+
+class Fingerprint(NamedTuple):
+    """The fingerprint of a batch.
+
+    Attributes:
+        samples: number of its rows.
+        sums: see above.
+        rows: index (int64) and fingerprint (uint64) of each row, for a sample log; else None.
+    """
+
+    samples: int
+    sums: tuple[int, ...]
+    rows: tuple[NDArray[np.int64], NDArray[np.uint64]] | None
+
+
+def sums_of(fingerprints: NDArray[np.uint64]) -> tuple[int, ...]:
+    """Return four sums modulo 2**64, each over another function of the fingerprints: 256 bits together."""
+    lanes = fingerprints * _FACTORS
+    lanes ^= lanes >> _HALF
+    return tuple(lanes.sum(axis=1, dtype=np.uint64).tolist())
+
+
+class Fingerprints:
+    """Makes the fingerprint of each batch.
+
+    Args:
+        rows: of the loader's dataset.
+        seeded: the loader has a seed, so that all that draws gets random numbers of (seed, epoch, index).
+        logged: there is a sample log, which needs each row.
+    """
+
+    def __init__(self, rows: View, *, seeded: bool, logged: bool) -> None:
+        self._rows = rows
+        self._seeded = seeded
+        self._logged = logged
+
+    def of(self, indices: list[Any], seed: int, epoch: int) -> Fingerprint:
+        """Return that of the samples in the rows of a batch, substitutes of bad ones included."""
+        of_rows = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
+        rows = (numbers_of(indices), of_rows) if self._logged else None
+        return Fingerprint(len(indices), sums_of(of_rows), rows)

@@ -1,7 +1,8 @@
 """The reading of index batches: announced to a dataset that can prefetch, and read as torch does.
 
 `ReadAhead` announces index batches, and cancels those that are not used. `SampleReader` makes the samples of
-any map-style dataset: as its rows, one by one, by its `__getitems__`, or in threads.
+any map-style dataset: as its rows, one by one, by its `__getitems__`, or in threads. `ErrorPolicy` is what
+`on_error` does with samples that cannot be read or decoded.
 """
 
 from __future__ import annotations
@@ -10,15 +11,23 @@ import contextlib
 import logging
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from fastload.datasets.protocols import Prefetches, RowErrors, RowRequests, current_reader, noted_prefetches
-from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.views import View
+from fastload.datasets.views import Prefetches, RowErrors, RowRequests, View, current_reader, noted_prefetches
+from fastload.datasets.wrappers import substitutes, view_of
+from fastload.errors import (
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+    WorkerError,
+)
+from fastload.images.rng import SampleSeeds
 from fastload.metrics.counters import Counters
-from fastload.workers.on_error import ErrorPolicy
+from fastload.workers.collate import tell_sample
 from fastload.workers.sample_threads import SampleThreads, Task
 
 _log = logging.getLogger("fastload")
@@ -39,11 +48,11 @@ class _Announced(Generic[_T]):
         self._batches.append((index, coming))
 
     def find(self, index: Any) -> list[_T] | None:
-        """What is on its way for an index batch; None where it was not announced."""
+        """Return what is on its way for an index batch; None where it was not announced."""
         return next((coming for known, coming in list(self._batches) if known is index), None)
 
     def take(self, index: Any) -> list[_T]:
-        """What is on its way for an index batch, which is forgotten."""
+        """Return what is on its way for an index batch, and forget it."""
         for number, (known, coming) in enumerate(list(self._batches)):
             if known is index:
                 del self._batches[number]
@@ -107,7 +116,7 @@ class ReadAhead:
             self._counters.setdefault(id(dataset), dataset.counters)
 
     def cancel(self, index: Any) -> None:
-        """An index batch will not be asked for. One that was not announced, or was made, is ignored."""
+        """Cancel an index batch that nobody will ask for. One that is not announced, or made, is ignored."""
         notes = self._announced.take(index)
         if self._rows is not None and self._streamed:
             with contextlib.suppress(Exception):
@@ -117,11 +126,11 @@ class ReadAhead:
                 dataset.cancel(indices)
 
     def used(self) -> float:
-        """Prefetched samples used so far, as counted by the datasets."""
+        """Return prefetched samples used so far, as counted by the datasets."""
         return sum(counters["get.ahead"] for counters in self._counters.values())
 
     def finish(self, index: Any, samples: int, used: float) -> None:
-        """After a batch was made that used this many prefetched samples: release those that it did not use.
+        """Release the prefetched samples that a batch did not use, which was made and used this many.
 
         A `__getitem__` that never asks for its own sample (it returns the key alone, or another sample) makes
         prefetching useless: it stops after a while.
@@ -187,7 +196,7 @@ class SampleReader:
         self._announced = _Announced[Task]()
 
     def announce(self, index: Any, indices: list[Any]) -> None:
-        """An index batch will be read after those announced before: the threads begin with it."""
+        """Let the threads begin with an index batch that will be read after those announced before."""
         if self._threads is None or self._by_rows():
             return
         if self._bulk and self._seeds is None:
@@ -198,13 +207,13 @@ class SampleReader:
         self._announced.add(index, tasks)
 
     def cancel(self, index: Any) -> None:
-        """An index batch will not be read, or was read."""
+        """Forget an index batch that will not be read, or was read."""
         tasks = self._announced.take(index)
         if self._threads is not None:
             self._threads.cancel(tasks)
 
     def read(self, index: Any, indices: list[Any], seed: int, epoch: int) -> tuple[Any, list[Any]]:
-        """(samples of an index batch, index of each), where substitutes stand for bad ones.
+        """Return (samples of an index batch, index of each), where substitutes stand for bad ones.
 
         Args:
             index: the index batch itself, which a `__getitems__` receives.
@@ -234,16 +243,17 @@ class SampleReader:
         def copy(target: int, source: int) -> None:
             parts[target] = parts[source]
 
-        settled = self._errors.settle(indices, partial(fill, parts), copy)
+        errors = fill(parts, list(enumerate(indices)))
+        resolved = self._errors.resolve(indices, errors, partial(fill, parts), copy)
         self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
-        return [sample for part in parts for sample in part] if self._bulk else parts, settled
+        return [sample for part in parts for sample in part] if self._bulk else parts, resolved
 
     def _by_rows(self) -> bool:
-        """Whether fastload fills rows, from which the samples are made. `__getitems__` gets its own call."""
+        """Return whether samples are made from rows that fastload fills. `__getitems__` gets its own call."""
         return not self._rows.bulk and self._rows.writes()
 
     def _counted(self) -> float:
-        """Samples that the datasets count themselves."""
+        """Return samples that the datasets count themselves."""
         return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
 
     def _many(self, index: Any, tasks: list[Task]) -> Any:
@@ -318,7 +328,7 @@ class SampleReader:
         return self._threads.submit(index, partial(self._sample, index), last=last)
 
     def _sample(self, index: Any) -> Any:
-        """One sample; a list with it where a `__getitems__` makes the samples."""
+        """Return one sample; a list with it where a `__getitems__` makes the samples."""
         if self._bulk:
             return _checked(partial(self._dataset.__getitems__, [index]), index)
         return _checked(partial(operator.getitem, self._dataset, index), index)
@@ -329,3 +339,121 @@ def _checked(make: Callable[[], Any], index: Any) -> Any:
         return make()
     except StopIteration as error:
         raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
+
+
+# --- bad samples
+
+REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
+
+
+class ErrorPolicy:
+    """Keeps batches full where samples are bad.
+
+    Args:
+        dataset: the loader's.
+        on_error: "raise"; "repeat" (the row repeats another one of its batch); "replace" (the row gets
+            another sample: the same one in every run with this seed, as long as the same samples are bad).
+        counters: counts bad.samples.
+
+    Attributes:
+        bad: (sample, error) of each bad sample that was replaced.
+        excluded: indices of samples that replace no other one.
+    """
+
+    def __init__(self, dataset: Any, on_error: str, counters: Counters) -> None:
+        self._dataset = dataset
+        self.on_error = on_error
+        self._counters = counters
+        self._epoch = (0, 0)
+        self._indexed = True
+        self.bad: list[tuple[str, str]] = []
+        self.excluded: frozenset[int] = frozenset()
+
+    def start_epoch(self, seed: int, epoch: int, *, indexed: bool) -> None:
+        """Note what replacements depend on. Without an index of the dataset, "replace" acts as "repeat"."""
+        self._epoch, self._indexed = (seed, epoch), indexed
+
+    def resolve(
+        self,
+        indices: list[Any],
+        errors: RowErrors,
+        fill: Callable[[RowRequests], RowErrors],
+        copy: Callable[[int, int], None],
+    ) -> list[Any]:
+        """Put substitutes into the rows of bad samples.
+
+        Returns:
+            the sample that stands in each row.
+
+        Args:
+            indices: the sample of each row.
+            errors: of filling them.
+            fill: fills some rows and returns the errors of those that failed.
+            copy: (target, source) makes one row equal to another.
+
+        Raises:
+            Exception: that of a bad sample that `on_error` does not cover, with a note of the sample.
+        """
+        requests, used = list(enumerate(indices)), indices
+        others: dict[int, Iterator[int]] = {}  # row -> its substitutes
+        attempt = 0
+        while errors:
+            asked = dict(requests)
+            for row, error in errors:
+                self._note(asked[row], error)
+            failed = {row for row, _ in errors}
+            good = [row for row in range(len(indices)) if row not in failed]
+            repeats = self.on_error == "repeat" or not self._indexed
+            if attempt == REPLACEMENTS or (repeats and not good):
+                raise errors[0][1]
+            for _, error in errors:
+                _drop_traceback(error)
+            used = list(used)
+            if repeats:
+                for row in failed:
+                    copy(row, good[row % len(good)])
+                    used[row] = used[good[row % len(good)]]
+                return used
+            for row in failed - others.keys():
+                others[row] = substitutes(self._dataset, *self._epoch, indices[row], self.excluded)
+            requests = [(row, next(others[row])) for row in sorted(failed)]
+            for row, index in requests:
+                used[row] = index
+            attempt += 1
+            errors = fill(requests)
+        return used
+
+    def _note(self, index: Any, error: Exception) -> None:
+        """Count a bad sample, or raise its error."""
+        if not isinstance(error, FastloadError):
+            tell_sample(error, self.name(index))
+        self.raise_uncovered(error)
+        key = getattr(error, "key", None) or index
+        self.bad.append((str(key), f"{type(error).__name__}: {error}"))
+        self._counters.add("bad.samples")
+
+    def raise_uncovered(self, error: Exception) -> None:
+        """Raise `error` unless `on_error` covers it: a bad sample, no deadlock, and no store that is down."""
+        outage = isinstance(error, StoreError) and not isinstance(
+            error, NotFoundError | ObjectChangedError | ShortReadError
+        )
+        if self.on_error == "raise" or outage or isinstance(error, WorkerError):
+            raise error
+
+    def name(self, index: Any) -> str:
+        """Return "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
+        name = f"sample {index!r}"
+        with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
+            view = view_of(self._dataset)
+            name = view.sample_name(index)
+            key = view.key(index)
+            if key is not None:
+                return f"{name} {key!r}"
+        return name
+
+
+def _drop_traceback(error: BaseException | None) -> None:
+    """Drop the frames, which would keep the errors, the batch and the iterator until the next collection."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import WorkerError
 from fastload.fetch.threads import ThreadTeam, this_thread
+from fastload.images.rng import SampleSeeds
 
 _LOOK_SECONDS = 0.5
 _TURN_SECONDS = 1.0  # that Ctrl-C waits for the sample that a thread is making
@@ -47,7 +47,7 @@ class GeneratorStates:
         self._numpy: Any = np.random.get_state()
 
     def changed(self) -> bool:
-        """Whether one of them has drawn, or was seeded, since."""
+        """Return whether one of them has drawn, or was seeded, since."""
         state: Any = np.random.get_state()
         name, keys, *rest = state
         return (
@@ -85,7 +85,7 @@ class Turn:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """For a thread that makes a sample.
+        """Have the turn inside, in a thread that makes a sample.
 
         Raises:
             TurnOver: the turn was closed.
@@ -100,7 +100,7 @@ class Turn:
                 self._release()
 
     def waiting(self, wait: Callable[[], Any]) -> Any:
-        """The result of `wait`, during which another thread may have the turn.
+        """Return the result of `wait`, during which another thread may have the turn.
 
         Raises:
             TurnOver: the turn was closed meanwhile.
@@ -134,7 +134,7 @@ class Turn:
             self._taken, self._holder = True, threading.get_ident()
 
     def _run_time(self) -> tuple[int, float] | None:
-        """(thread, seconds of CPU) of the sample that has the turn, to a tenth; None if none has it.
+        """Return (thread, seconds of CPU) of the sample that has the turn, to a tenth; None if none has it.
 
         A thread that waits for a lock uses none. The thread that waits for the samples may keep the turn: a
         trainer may pause.
@@ -238,7 +238,7 @@ class SampleThreads:
         return task
 
     def result(self, task: Task) -> Any:
-        """The sample, once it is made. The last one of a batch leaves the generators as its code did.
+        """Return the sample, once it is made. The last one of a batch leaves the generators as its code did.
 
         Raises:
             BaseException: what making it has raised.
@@ -258,7 +258,7 @@ class SampleThreads:
         return value
 
     def cancel(self, tasks: Iterable[Task]) -> None:
-        """The results of these will not be asked for. Those that a thread is making are dropped then."""
+        """Drop tasks whose results nobody will ask for: those that a thread is making, once they are made."""
         for task in tasks:
             task.cancelled = True
             task.value = task.error = None
@@ -277,7 +277,7 @@ class SampleThreads:
         self._threads.join(_CLOSE_SECONDS)
 
     def __enter__(self) -> None:
-        """From here on, this thread runs code that uses the generators."""
+        """Begin to run code in this thread that uses the generators."""
         if self._turn is not None:
             self._turn.acquire()
 

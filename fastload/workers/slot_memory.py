@@ -51,7 +51,7 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def anonymous_file(nbytes: int) -> int:
-    """A descriptor of a new memory file of `nbytes` bytes, with no name that could leak in /dev/shm."""
+    """Return a descriptor of a new memory file of `nbytes` bytes, without a name that could leak."""
     fd = memory_file("fastload")
     os.ftruncate(fd, nbytes)
     return fd
@@ -92,13 +92,13 @@ def storage_over(memory: Bytes, offset: int, nbytes: int) -> torch.UntypedStorag
 def tensor_over(
     memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor over `memory[offset:]`. Not a view of another: `_base` is None, as in torch's batches."""
+    """Return a tensor over `memory[offset:]`. It is no view: `_base` is None, as in torch's batches."""
     storage = storage_over(memory, offset, extent(shape, stride) * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of storage elements that a strided tensor spans."""
+    """Return the number of storage elements that a strided tensor spans."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -180,7 +180,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def dump(batch: Any, store: StoreBytes, locate: LocateTensor) -> tuple[bytes, list[tuple[int, int, int]]]:
-    """The pickled structure of `batch`, and where its out-of-band buffers were stored."""
+    """Return the pickled structure of `batch`, and where its out-of-band buffers were stored."""
     file = io.BytesIO()
     buffers: list[tuple[int, int, int]] = []
     _Pickler(file, store, locate, buffers).dump(batch)
@@ -188,7 +188,7 @@ def dump(batch: Any, store: StoreBytes, locate: LocateTensor) -> tuple[bytes, li
 
 
 def load(packed: PackedBatch, leases: list[Bytes]) -> Any:
-    """The batch, its tensors lying in the leased slots."""
+    """Return the batch, its tensors lying in the leased slots."""
     structure = packed.structure
     if not isinstance(structure, bytes):
         position, offset, nbytes = structure

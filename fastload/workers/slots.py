@@ -86,7 +86,7 @@ class SlotPool:
     _made: int = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor in the slot of the current batch."""
+        """Return an uninitialised contiguous tensor in the slot of the current batch."""
         stride = contiguous_stride(shape)
         slot, offset = self._reserve(extent(shape, stride) * dtype.itemsize)
         return tensor_over(self._lease(slot), offset, dtype, shape, stride)
@@ -111,11 +111,11 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, those that the trainer uses included."""
+        """Return bytes of all slots, those that the trainer uses included."""
         return sum(slot.memory.nbytes for slot in self._slots.values())
 
     def release(self, slot_id: int) -> None:
-        """The trainer no longer uses this slot."""
+        """Take back a slot that the trainer no longer uses."""
         slot = self._slots[slot_id]
         if slot.memory.nbytes < self._largest or len(self._free) >= self.keep:
             self._retire(slot)
@@ -123,7 +123,7 @@ class SlotPool:
             self._free.append(slot)
 
     def give_up(self, slot_id: int) -> None:
-        """The trainer will not send this slot back: another process may read it."""
+        """Forget a slot that the trainer will not send back: another process may read it."""
         del self._slots[slot_id]
 
     def set_aside(self) -> list[_Slot]:
@@ -152,7 +152,7 @@ class SlotPool:
         self._retired.append(slot.id)
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
-        """(position in the current batch's slots, offset) of `nbytes` free bytes."""
+        """Return (position in the current batch's slots, offset) of `nbytes` free bytes."""
         for position, slot in enumerate(self._current):
             start = -(-slot.used // _ALIGN) * _ALIGN
             if start + nbytes <= slot.memory.nbytes:
@@ -199,7 +199,7 @@ class SlotPool:
         return position, offset, len(data)
 
     def _locate(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """(slot, offset, shape, stride) of the tensor's elements, which are copied unless a slot has them."""
+        """Return (slot, offset, shape, stride) of a tensor's elements, copied unless a slot has them."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         nbytes = extent(shape, stride) * tensor.element_size()
         if (found := self._find(tensor.data_ptr(), nbytes)) is not None:
@@ -217,7 +217,7 @@ class SlotPool:
         return position, offset, shape, stride
 
     def _find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(slot, offset) of these bytes, if the batch's slots have them already."""
+        """Return (slot, offset) of these bytes, if the batch's slots have them already."""
         for position, slot in enumerate(self._current):
             offset = address - slot.memory.ctypes.data
             if nbytes and offset >= 0 and offset + nbytes <= slot.memory.nbytes:
@@ -225,7 +225,7 @@ class SlotPool:
         return None
 
     def _inline(self, structure: bytes) -> bytes | None:
-        """The slot's content, where the batch is small enough to travel inside the message."""
+        """Return the slot's content, where the batch is small enough to travel inside the message."""
         used = sum(slot.used for slot in self._current)
         if len(self._current) > 1 or used + len(structure) > _INLINE_LIMIT:
             return None
@@ -284,7 +284,7 @@ _workers_fork = threading.local()
 
 @contextmanager
 def forking_a_worker() -> Iterator[None]:
-    """Around the fork of a worker, which reads no batch."""
+    """Stand around the fork of a worker, which reads no batch."""
     _workers_fork.now = True
     try:
         yield
@@ -293,7 +293,7 @@ def forking_a_worker() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """The child sees the live batches in the same pages as this process: they must not change.
+    """Give up the live batches: a child sees them in the same pages as this process, so they must not change.
 
     Copying them for the child was rejected: most forks of a trainer do not read batches.
     """
@@ -319,7 +319,7 @@ class SlotMap:
         _all.add(self._leases)
 
     def take_returned(self) -> tuple[list[int], list[int]]:
-        """(slots that the worker may use again, slots that it must not use again), since the last call."""
+        """Return (slots that the worker may use again, slots that it must not), since the last call."""
         released = _emptied(self._leases.released)
         given_up = _emptied(self._leases.given_up)
         for slot_id in given_up:
@@ -334,7 +334,7 @@ class SlotMap:
             self._memory.pop(slot_id, None)
 
     def unpack(self, packed: PackedBatch) -> Any:
-        """The batch, with its tensors in the slots (small batches: in ordinary memory)."""
+        """Return the batch, with its tensors in the slots (small batches: in ordinary memory)."""
         leases = [self._lease(slot_id) for slot_id in packed.slots]
         if packed.inline is not None:
             leases = [np.frombuffer(bytearray(packed.inline), np.uint8)] if packed.inline else []

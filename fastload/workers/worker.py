@@ -25,12 +25,11 @@ from fastload.images.kernel import set_threads
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
-from fastload.workers.batch import open_source
+from fastload.workers.batch import BatchSource, BegunBatch, StreamOver, load_dataset, open_source
 from fastload.workers.collate import collate_into
 from fastload.workers.memory_limit import WorkerMemory
-from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, Exclude, Failure, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
-from fastload.workers.sources import BatchSource, StreamOver, load_dataset
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -106,13 +105,13 @@ def _close_listening_sockets() -> None:
 
 
 def _listens(fd: int) -> bool:
-    """Whether it is the socket of a TCP server. Those with a path are no ports."""
-    one = socket.socket(fileno=fd)
+    """Return whether it is the socket of a TCP server. Those with a path are no ports."""
+    server = socket.socket(fileno=fd)
     try:
-        inet = one.family in (socket.AF_INET, socket.AF_INET6)
-        return inet and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        inet = server.family in (socket.AF_INET, socket.AF_INET6)
+        return inet and bool(server.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     finally:
-        one.detach()
+        server.detach()
 
 
 def _keep_freed_memory() -> None:
@@ -141,7 +140,7 @@ class _Worker:
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._kernel_threads = 0
-        self._begun: dict[int, tuple[Any, Any]] = {}  # sequence number -> (batch, its slots)
+        self._begun: dict[int, tuple[BegunBatch | None, Any]] = {}  # sequence number -> (batch, its slots)
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
@@ -196,9 +195,9 @@ class _Worker:
             message = received[0]
             if isinstance(message, EpochStart):
                 self._start_epoch(message)
-            elif isinstance(message, LeaveOut):
+            elif isinstance(message, Exclude):
                 if self.source is not None:
-                    self.source.leave_out(message.samples)
+                    self.source.exclude(message.samples)
             else:
                 self._accept(message)
             received = self._channel.receive(wait=False)
@@ -238,18 +237,20 @@ class _Worker:
             return
         for work in unwanted:
             self.source.cancel(work.index)
-            if self._take_begun(work) is not None:
+            begun = self._take_begun(work)
+            if begun is not None:
+                self.source.end_batch(begun)
                 self._slots.abandon()
         try:
             self.source.start_epoch(start)
         except Exception as error:
             self._epoch_failure = Failure.of(error)
 
-    def _begin(self, work: Work) -> Any | None:
-        """Let threads of the kernel begin this batch and the next one; return this one, if they do.
+    def _begin(self, work: Work) -> BegunBatch | None:
+        """Let other threads fill this batch and the next one; return this one, if they do.
 
-        So they have work while this one is packed and sent. The next one takes a slot more, for which there
-        may be no room under a limit.
+        So the threads of the kernel have work while this one is packed and sent, and while it waits for a
+        sample. The next one takes a slot more, for which there may be no room under a limit.
         """
         self._begin_one(work)
         in_room = self._setup.memory_limit is None or self._made + 1 - self._consumed < self._memory.ahead
@@ -268,7 +269,7 @@ class _Worker:
         else:
             self._begun[work.seq] = batch, self._slots.set_aside()
 
-    def _take_begun(self, work: Work) -> Any | None:
+    def _take_begun(self, work: Work) -> BegunBatch | None:
         """Return a batch that was begun, which becomes the current one of the slots; None: it was not."""
         batch, slots = self._begun.pop(work.seq, (None, []))
         self._slots.resume(slots)
@@ -281,7 +282,7 @@ class _Worker:
         """
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
-        before = after = witness = None
+        before = after = fingerprint = None
         source = self.source
         if failure is None and source is not None:
             try:
@@ -294,7 +295,7 @@ class _Worker:
                 with self._counters.timed("collate"):
                     packed, fds = self._slots.pack(batch)
                 del batch
-                witness = source.witness
+                fingerprint = source.fingerprint
                 self._memory.look(self._slots.nbytes)
             except StreamOver:
                 self._slots.abandon()
@@ -309,7 +310,7 @@ class _Worker:
         counters, bad = ({}, []) if source is None else source.drain()
         self._counters.merge(counters)
         sums, used = self._counters.drain(), self._memory.used
-        result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after, witness)
+        result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after, fingerprint)
         self._channel.send(result, fds)
         self._channel.flush(wait=True)
 

@@ -1,4 +1,4 @@
-"""Who makes batches: worker processes, or this process. Both take work and return arrivals.
+"""The makers of batches: worker processes, or this process. Both take work and return arrivals.
 
     begin(EpochStart) ─▶ submit(worker, seq, index) ─▶ receive() ─▶ Arrival(seq): a batch, an error,
                                                     or the end of an iterable dataset or of a stream
@@ -8,13 +8,25 @@ The batches of one worker arrive in the order in which they were submitted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from torch.utils.data import IterableDataset
+
+from fastload.datasets.views import Allocate
+from fastload.metrics.counters import BadSamples, Counters
+from fastload.metrics.machine import limit_payloads
 from fastload.order.state import WorkerState
-from fastload.workers.protocol import EpochStart, Failure
-from fastload.workers.witness import Witness
+from fastload.workers.batch import StreamOver, open_source
+from fastload.workers.collate import note_sample
+from fastload.workers.protocol import EpochStart, Failure, Fingerprint, Work, WorkerSetup
+from fastload.workers.sample_threads import GeneratorStates
 
 
 @dataclass(slots=True)
@@ -28,7 +40,7 @@ class Arrival:
     exhausted: bool = False  # an iterable dataset or a stream has no more; this is not a batch
     before: Any = None  # the state of a dataset that has one, with the worker's first arrival of an epoch
     after: Any = None  # the state after this batch; the stream's, where the epoch is read as streams
-    witness: Witness | None = None  # what the batch was made of; None for an error, or without an index
+    fingerprint: Fingerprint | None = None  # what it was made of; None for an error, or without an index
 
     def reraise(self) -> None:
         """Raise the error in whose place this came, if it is one."""
@@ -50,7 +62,8 @@ class Workers:
     Attributes:
         concurrent: batches are made while the consumer works.
         lanes: how many of them there may be: each makes batches in its own order.
-        kernel_threads: that share the rows of a batch; 0: the thread that makes a batch makes its rows.
+        kernel_threads: in a process, that share the rows of a batch; 0: the thread that makes a batch makes
+            its rows.
         processes: the worker processes, those that have ended too.
     """
 
@@ -66,7 +79,7 @@ class Workers:
         """Begin an epoch. Work older than its first is not wanted any more."""
         raise NotImplementedError
 
-    def leave_out(self, samples: frozenset[int]) -> None:
+    def exclude(self, samples: frozenset[int]) -> None:
         """Let these samples replace no bad ones, from the next batches on."""
         raise NotImplementedError
 
@@ -132,3 +145,151 @@ class Workers:
 
     def check_open(self) -> None:
         """Raise WorkerError if nothing can be made any more."""
+
+
+class ThisProcess(Workers):
+    """Batches that this process makes, one when one is asked for. What is submitted is read ahead.
+
+    Args:
+        setup: as for workers.
+        counters, bad: get what is counted.
+        allocate: where batches are made.
+    """
+
+    concurrent = False
+
+    def __init__(self, setup: WorkerSetup, counters: Counters, bad: BadSamples, allocate: Allocate) -> None:
+        # A seed sets the generators for each sample of a map-style dataset, and here they are the trainer's.
+        self._keeps_globals = setup.seeded and not isinstance(setup.dataset, IterableDataset)
+        self._counters = counters
+        self._bad = bad
+        self._work: deque[Work] = deque()
+        self._announced = 0  # of these, the first ones
+        self._refused: dict[int, Exception] = {}  # work that could not be announced
+        self._lost: list[int] = []
+        self._last_known = False  # nothing more will be submitted
+        self._owner = os.getpid()
+        self._source = open_source(setup, allocate)
+        if setup.memory_limit is not None:
+            # A payload on its way is here and twice in the client process: measured 1.9 times its bytes.
+            limit_payloads(self, setup.memory_limit.share // 4)
+
+    def begin(self, start: EpochStart) -> None:
+        self._source.start_epoch(start)
+
+    def exclude(self, samples: frozenset[int]) -> None:
+        self._source.exclude(samples)
+
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
+        work = Work(0, [], [], seq, index, encoded, again=again)
+        if not again:
+            self._work.append(work)
+            return
+        self._prefetch(work)
+        self._work.appendleft(work)
+        self._announced += 1
+
+    def revise(self, seq: int, index: Any) -> bool:
+        position = next((position for position, work in enumerate(self._work) if work.seq == seq), None)
+        if position is None:
+            return False
+        announced, work = position < self._announced, self._work[position]
+        if announced:
+            self._source.cancel(work.index)
+            self._refused.pop(seq, None)
+        if index is None:
+            del self._work[position]
+            self._announced -= announced
+        else:
+            self._work[position] = work = work._replace(index=index)
+            if announced:
+                self._prefetch(work)
+        return True
+
+    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
+        self._announce()  # before anything is taken from the queue: Ctrl-C takes it from nobody
+        work = self._work[0]
+        try:
+            arrival = self._make(work)
+            if arrival.exhausted or (self._last_known and len(self._work) == 1):
+                self._source.flush_cache()
+        except BaseException:  # Ctrl-C: as torch's, the iterator goes on with the batch after it
+            self._forget()
+            self._lost.append(work.seq)
+            raise
+        self._forget()
+        counters, bad = self._source.drain()
+        self._counters.merge(counters)
+        self._bad.extend(bad)
+        return [arrival]
+
+    def _announce(self) -> None:
+        while self._announced < len(self._work):
+            self._prefetch(self._work[self._announced])
+            self._announced += 1
+
+    def _prefetch(self, work: Work) -> None:
+        try:
+            self._source.prefetch(work.index)
+        except Exception as error:
+            self._refused[work.seq] = error
+
+    def _forget(self) -> None:
+        self._work.popleft()
+        self._announced -= 1
+
+    def _make(self, work: Work) -> Arrival:
+        arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
+        if arrival.failure is None:
+            try:
+                with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
+                    batch = self._source.make_batch(work.index, encoded=work.encoded)
+                arrival.load = lambda: batch
+                arrival.fingerprint = self._source.fingerprint
+            except StreamOver:
+                arrival.exhausted = True
+            except Exception as error:
+                note_sample(error)
+                arrival.failure = error
+        arrival.after = copy.deepcopy(self._source.state())
+        return arrival
+
+    def end_work(self) -> None:
+        self._last_known = True
+        if not self._work:
+            self._source.flush_cache()  # a dataset that is not read ahead shows its last batch only now
+
+    def take_up(self, position: WorkerState | None) -> Any:
+        self._source.resume(position)
+        return copy.deepcopy(self._source.state())
+
+    def interrupted(self) -> list[int]:
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
+            return
+        self._source.end_iteration()
+        while self._work:
+            self._source.cancel(self._work.popleft().index)
+        self._announced = 0
+
+
+def allocator(*, pinned: bool) -> Allocate:
+    """Return ordinary host memory for batches that this process makes."""
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+    return allocate
+
+
+@contextlib.contextmanager
+def _kept_globals() -> Iterator[None]:
+    """Put the process-wide generators back, whatever is drawn or seeded inside."""
+    states = GeneratorStates()
+    try:
+        yield
+    finally:
+        states.restore()

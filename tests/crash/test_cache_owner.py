@@ -72,7 +72,7 @@ def test_a_shard_dataset_that_comes_first_does_too(tar: Path, tmp_path: Path, um
 
 def read(dataset: Any) -> list[str]:
     found = sorted(text for batch in DataLoader(dataset, 2, num_workers=0) for text in batch["txt"])
-    dataset.flush_cache()
+    dataset._flush_cache()
     return found
 
 

@@ -15,7 +15,7 @@ from tests.encodedimages import psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
 
 every_decoder = pytest.mark.parametrize(
-    "decode",
+    "decoder",
     [
         pytest.param("dali", marks=pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))),
     ],
@@ -48,8 +48,8 @@ def dataset(photos: Path, request: pytest.FixtureRequest) -> Iterator[ImageFolde
 
 
 @every_decoder
-def test_the_same_epochs(dataset: ImageFolder, decode: str) -> None:
-    ours = DataLoader(dataset, 8, num_workers=2, seed=1, device="cuda", decode=decode)
+def test_the_same_epochs(dataset: ImageFolder, decoder: str) -> None:
+    ours = DataLoader(dataset, 8, num_workers=2, seed=1, device="cuda", decoder=decoder)
     theirs = DataLoader(dataset, 8, seed=1)
     for _ in range(2):
         for (images, labels), (expected, wanted) in zip(ours, theirs, strict=True):
@@ -61,10 +61,10 @@ def test_the_same_epochs(dataset: ImageFolder, decode: str) -> None:
 
 
 @every_decoder
-def test_a_bad_image_is_raised_and_the_rest_is_whole(photos: Path, decode: str) -> None:
+def test_a_bad_image_is_raised_and_the_rest_is_whole(photos: Path, decoder: str) -> None:
     (photos / BAD).write_bytes(undecodable(pillow_jpeg(scene(300, 240))))
     dataset = ImageFolder(str(photos), CenterCrop(64, resize=73))
-    iterator = iter(DataLoader(dataset, 8, num_workers=2, device="cuda", decode=decode))
+    iterator = iter(DataLoader(dataset, 8, num_workers=2, device="cuda", decoder=decoder))
     seen, errors = 0, []
     while True:
         try:
@@ -74,19 +74,19 @@ def test_a_bad_image_is_raised_and_the_rest_is_whole(photos: Path, decode: str) 
         except DecodeError as error:
             errors.append(error.key)
     assert errors == [BAD] and seen == COUNT - 8
-    loader = DataLoader(dataset, 8, num_workers=2, device="cuda", decode=decode, on_error="skip")
+    loader = DataLoader(dataset, 8, num_workers=2, device="cuda", decoder=decoder, on_error="repeat")
     assert sum(len(labels) for _, labels in loader) == COUNT
     assert [key for key, _ in loader.stats()["bad"]] == [BAD]
     dataset.close()
 
 
 @every_decoder
-def test_images_are_not_overwritten_while_the_device_reads_them(dataset: ImageFolder, decode: str) -> None:
+def test_images_are_not_overwritten_while_the_device_reads_them(dataset: ImageFolder, decoder: str) -> None:
     """The consumer's stream is far behind, and drops each batch at once: their memory must wait for it."""
-    loader = DataLoader(dataset, 4, num_workers=2, seed=1, device="cuda", decode=decode)
+    loader = DataLoader(dataset, 4, num_workers=2, seed=1, device="cuda", decoder=decoder)
     expected = [images.double().sum((1, 2, 3)).tolist() for images, _ in loader]
     matrix = torch.randn(4096, 4096, device="cuda")
-    again = DataLoader(dataset, 4, num_workers=2, seed=1, device="cuda", decode=decode)
+    again = DataLoader(dataset, 4, num_workers=2, seed=1, device="cuda", decoder=decoder)
     sums = []
     for images, _ in again:
         for _ in range(10):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from fastload.formats.sample_log import _STEP, RunBegins, _framed, header
 from tests.hostile import readers as of
 from tests.hostile.readers import Files, Reader

@@ -1,7 +1,7 @@
 """All that reads bytes of others: an example that is read, and the public door through which it goes.
 
 `read` gets a folder with the files. A dataset is read twice by a loader: with on_error="raise", which shows
-the error of a bad sample, and with "skip", which goes on to the good samples of the other files.
+the error of a bad sample, and with "repeat", which goes on to the good samples of the other files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastload.cache import packs as packs_module
 from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from fastload.formats.sample import dump, dump_row, load, load_row
 from fastload.formats.sample_log import LoggedStep, RunBegins, header
 from fastload.formats.tar import TarWriter
@@ -78,11 +78,11 @@ def epochs(make: Callable[[Path], Any]) -> Callable[[Path], object]:
                 dataset[number]
                 good = True
         try:
-            if sum(batches(on_error="skip")) == 0:
-                raise AssertionError(f"on_error='skip' left nothing of the good samples: {errors}")
+            if sum(batches(on_error="repeat")) == 0:
+                raise AssertionError(f"on_error='repeat' left nothing of the good samples: {errors}")
         except FastloadError as error:
             if bad and good:
-                raise AssertionError(f"on_error='skip' ended the epoch: {error}") from error
+                raise AssertionError(f"on_error='repeat' ended the epoch: {error}") from error
             raise
         for error in errors[:1]:
             raise error
@@ -109,8 +109,10 @@ def _length(dataset: Any) -> int:
 
 def image(folder: Path) -> object:
     data = (folder / "input").read_bytes()
-    fastload.RandomResizedCrop(16, max_pixels=4_000_000)(data)
-    return tuple(fastload.CenterCrop(16, max_pixels=4_000_000)(data).shape)
+    crops = fastload.RandomResizedCrop(16), fastload.CenterCrop(16)
+    for crop in crops:
+        crop._max_pixels = 4_000_000
+    return [tuple(crop(data).shape) for crop in crops][-1]
 
 
 def content(function: Callable[[bytes], object]) -> Callable[[Path], object]:

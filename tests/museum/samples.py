@@ -67,7 +67,7 @@ def as_numbers(content: bytes) -> torch.Tensor:
 
 
 def objects(url: str, keys: list[str]) -> ObjectDataset:
-    return ObjectDataset(url, as_numbers, keys=keys)
+    return ObjectDataset(url, decode=as_numbers, keys=keys)
 
 
 def as_listed(url: str) -> ObjectDataset:

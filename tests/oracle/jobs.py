@@ -81,7 +81,7 @@ def random_job(number: int, seed: int = 0) -> Job:
     job["drop_last"], job["collate"] = chance(0.2), "list" if chance(0.2) else "default"
     job["workers"] = rng.choice([1, 2]) if chance(0.04) else 0
     job["resume_workers"] = rng.choice([1, 2]) if chance(0.03) else 0
-    job["on_error"] = rng.choice(["raise", "raise", "skip", "replace"])
+    job["on_error"] = rng.choice(["raise", "raise", "repeat", "replace"])
     job["seed"] = rng.choice([None, None, 1])
     job["cache"] = rng.choice(["none", "none", "raw", "auto", "dct"])
     job["epochs"] = rng.choice([1, 1, 2])
@@ -140,7 +140,7 @@ def settled(job: Job) -> Job:
         default("wrap")
         job["sampler"] = "shuffle" if job["sampler"] in ("shuffle", "generator") else "sequential"
     if kind == "iterable":
-        default("sampler", "on_error", "exclude", "skip", "ask")
+        default("sampler", "on_error", "exclude", "repeat", "ask")
         job["resume_workers"] = job["workers"]
     if job["sampler"] == "pairs" and (kind not in ("plain", "cached") or job["wrap"] != "none"):
         default("sampler")

@@ -338,12 +338,12 @@ class Slow:
             return None  # there is nothing that could stand in for them
         if gone and event.error in self.errors():
             return None  # the sample that stands in for an excluded one is bad
-        repeats = self.job["on_error"] == "skip" or streamed(
+        repeats = self.job["on_error"] == "repeat" or streamed(
             self.job
         )  # a stream has no other samples at hand
         if len(bad) == len(rows) and repeats and event.error:
             return None
-        if len(bad) == len(rows) and self.job["on_error"] == "skip":
+        if len(bad) == len(rows) and self.job["on_error"] == "repeat":
             return None if event.error else Difference("error", "all rows are bad, and there is a batch")
         if event.error:
             return self._check_error(samples, bad + gone, event)

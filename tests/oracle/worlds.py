@@ -296,7 +296,7 @@ def objects_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     items = items_of(job, changed)
     if job["transform"] != "none":
         lay(folder, {key: photo(job, i) for key, i in items})
-        make = lambda: fastload.ObjectDataset(str(folder), None, transform_of(job), cache=cache)  # noqa: E731
+        make = lambda: fastload.ObjectDataset(str(folder), transform=transform_of(job), cache=cache)  # noqa: E731
         return World(make, Made([functools.partial(slow_image, job, photo(job, i)) for _, i in items]))
 
     def body(i: int) -> bytes:
@@ -308,7 +308,7 @@ def objects_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
         return json.loads(body(i))
 
     lay(folder, {key: body(i) for key, i in items})
-    make = lambda: fastload.ObjectDataset(str(folder), decode_json, cache=cache)  # noqa: E731
+    make = lambda: fastload.ObjectDataset(str(folder), decode=decode_json, cache=cache)  # noqa: E731
     return World(make, Made([functools.partial(load, i) for _, i in items]))
 
 
@@ -322,7 +322,8 @@ def plain_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     if job["kind"] == "iterable":
         return World(lambda: Flow(made), Flow(made))
     if job["kind"] == "cached":
-        return World(lambda: fastload.cached(made, cache or str(folder / "cache"), f"{folder}"), made)
+        made.__fingerprint__ = f"{folder}"  # type: ignore[attr-defined]
+        return World(lambda: fastload.cached(made, cache or str(folder / "cache")), made)
     return World(lambda: made, made)
 
 

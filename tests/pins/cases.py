@@ -69,6 +69,9 @@ def length_and_end(data: bytes) -> torch.Tensor:
     return torch.tensor([len(data), data[-1]])
 
 
+length_and_end.__fingerprint__ = "pins"  # type: ignore[attr-defined]
+
+
 def negative(sample: tuple[Any, int]) -> tuple[Any, int]:
     """Return the negative of an image: a function for `fastload.map`."""
     return 255 - sample[0], sample[1]
@@ -81,6 +84,12 @@ def noisy(sample: tuple[Any, int]) -> tuple[Any, int]:
 
 def _folder(cache: Any = None, transform: Any = CROP, **options: Any) -> Any:
     return ImageFolder(f"{ROOT}/folder", transform, cache=cache, **options)
+
+
+def _cached(cache: Any = None) -> Any:
+    samples = _folder()
+    samples.__fingerprint__ = "pins"
+    return samples if cache is None else fastload.cached(samples, cache)
 
 
 def _rows() -> list[dict[str, Any]]:
@@ -102,7 +111,7 @@ def _numbers(count: int = 23, first: int = 0) -> Any:
 
 def _shards(kind: type, name: str, fields: Any, cache: Any = None, **options: Any) -> Any:
     if kind is TFRecordDataset:
-        options["features"] = {"image": bytes, "label": int}
+        fields = ("image:bytes", "label:int")
     if kind in (TarDataset, TFRecordDataset, ParquetDataset):
         options |= {"cycle_length": 2, "shuffle_buffer": 4}
     return kind(
@@ -123,7 +132,7 @@ KINDS: dict[str, tuple[Make, tuple[str, ...]]] = {
     ),
     "ObjectDataset": (lambda cache: ObjectDataset(f"{ROOT}/photos", transform=CROP, cache=cache), ALL_MODES),
     "ObjectDataset, decode": (
-        lambda cache: ObjectDataset(f"{ROOT}/photos", length_and_end, fingerprint="pins", cache=cache),
+        lambda cache: ObjectDataset(f"{ROOT}/photos", decode=length_and_end, cache=cache),
         ("raw", "auto", "decoded"),
     ),
     "TableDataset": (
@@ -136,7 +145,7 @@ KINDS: dict[str, tuple[Make, tuple[str, ...]]] = {
                 "image": File("photo"),
                 "label": "number",
                 "other": File("{photo}"),
-                "size": File("photo", decode=length_and_end, fingerprint="pins"),
+                "size": File("photo", decode=length_and_end),
             },
             cache,
             transform={"image": CROP, "other": CROP},
@@ -178,7 +187,7 @@ KINDS: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("dct",),
     ),
     "cached": (
-        lambda cache: _folder() if cache is None else fastload.cached(_folder(), cache, fingerprint="pins"),
+        _cached,
         ("raw", "auto", "decoded"),
     ),
 }

@@ -42,18 +42,18 @@ _SHORT = 48  # characters of an entry of a state
 
 def keys_of(dataset: Any, index: int) -> list[bytes]:
     """Return the keys under which the cache has a sample; of a wrapper, a sample of what it holds first."""
-    while not hasattr(dataset, "cache_keys"):
+    while not hasattr(dataset, "_cache_keys"):
         parts = getattr(dataset, "datasets", None)
         dataset = parts[0] if parts else dataset.dataset
-    return list(dataset.cache_keys(index))
+    return list(dataset._cache_keys(index))
 
 
 def streams_of(dataset: Any) -> list[str]:
     """Return the labels of the stream of each of two ranks in each epoch, as they would agree on them."""
     texts = []
     for epoch, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        [state] = dataset.plan_streams(1, seed=3, epoch=epoch, shuffle=True, rank=rank, ranks=2)
-        stream, labels = dataset.open_stream(json.loads(json.dumps(state))), []
+        [state] = dataset._streams().plan_streams(1, seed=3, epoch=epoch, shuffle=True, rank=rank, ranks=2)
+        stream, labels = dataset._streams().open_stream(json.loads(json.dumps(state))), []
         while numbers := stream.take(3):
             labels += [sample[1] for sample in map(dataset.__getitem__, numbers)]
         stream.close()

@@ -8,7 +8,7 @@ encoder. Orders are those of torch's generator on the CPU. Payloads of the cache
 may choose another form for them.
 
 Not pinned, as they depend on the machine: keys of local files (the path and the time are in them), and keys
-of `decode=` and `cached` without `fingerprint=` (the versions of Python and of libraries are in them).
+of `decode=` and `cached` without `__fingerprint__` (the versions of Python and of libraries are in them).
 """
 
 from __future__ import annotations

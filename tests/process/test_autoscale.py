@@ -116,7 +116,7 @@ def test_batches_ahead_stay_where_more_would_not_help(stretch: dict[str, float])
 
 def test_prefetch_factor_that_is_given_stays() -> None:
     loader: DataLoader[Any] = DataLoader(Numbers(4), num_workers="auto", prefetch_factor=3)
-    scaler = loader.loader_context.autoscaler
+    scaler = loader._context.autoscaler
     assert scaler is not None and scaler.ahead == 3
     scaler._decide({"wait.seconds": 1, "consumer.seconds": 1, "decode.seconds": 1, "slot.seconds": 1}, 1, 0)
     assert scaler.ahead == 3
@@ -185,7 +185,7 @@ def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **
     """A loader with num_workers="auto" that has as many workers as the script says."""
     monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: max(numbers))
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, num_workers="auto", **options)
-    loader.loader_context.autoscaler = Scripted(numbers)  # type: ignore[assignment]
+    loader._context.autoscaler = Scripted(numbers)  # type: ignore[assignment]
     return loader
 
 
@@ -270,7 +270,7 @@ def test_workers_make_as_many_batches_ahead_as_they_may(
 
     options = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
     loader = auto(Numbers(24, sample), 1, [1], monkeypatch, **options)
-    loader.loader_context.autoscaler.ahead = 6
+    loader._context.autoscaler.ahead = 6
     for _ in range(2):
         made[0] = 0
         for handed_out, batch in enumerate(loader, 1):
@@ -297,7 +297,7 @@ def test_processes_start_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -
 def test_workers_that_were_wanted_too_late_for_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last index batch was given out meanwhile: they were not started, and the next epoch does it."""
     loader = auto(Numbers(6), 2, [1, 4], monkeypatch, persistent_workers=True)
-    loader.loader_context.autoscaler.numbers = itertools.repeat(4)
+    loader._context.autoscaler.numbers = itertools.repeat(4)
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(6))
 
@@ -323,7 +323,7 @@ def test_interrupted_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = auto(Numbers(400), 2, [1, 2], monkeypatch)
-    loader.loader_context.autoscaler.numbers = itertools.repeat(2)  # type: ignore[union-attr]
+    loader._context.autoscaler.numbers = itertools.repeat(2)  # type: ignore[union-attr]
     iterator: Any = iter(loader)
     next(iterator)
     iterator._workers[1].kill()
@@ -336,12 +336,12 @@ def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch
 def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.workers.autoscale._INTERVAL", 0.1)
     loader = auto(Numbers(300, Slow(0.01 if slow == "samples" else 0.0)), 2, [6], monkeypatch)
-    loader.loader_context.autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
+    loader._context.autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
     found, numbers = [], {3}
     for batch in loader:
         time.sleep(0.02 if slow == "steps" else 0)
         found += batch.tolist()
-        numbers.add(loader.loader_context.autoscaler.workers)
+        numbers.add(loader._context.autoscaler.workers)
     assert found == list(range(300))
     assert max(numbers) > 3 if slow == "samples" else min(numbers) < 3, loader.stats()
 
@@ -376,9 +376,7 @@ def test_datasets_that_are_split_by_worker_keep_the_number(
     monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: 2)
     loader: DataLoader[Any] = DataLoader(dataset, 2, num_workers="auto")
     assert (
-        loader.num_workers == 2
-        and loader.loader_context.autoscaler is None
-        and loader.stats()["autoscale"] == ""
+        loader.num_workers == 2 and loader._context.autoscaler is None and loader.stats()["autoscale"] == ""
     )
     assert len(list(loader)) == (5 if isinstance(dataset, Stream) else 4)
 

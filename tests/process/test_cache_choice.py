@@ -32,7 +32,7 @@ from fastload.cli.demo.photos import make_dataset
 from fastload.datasets import cache_forecast
 from fastload.datasets.cache_forecast import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.jpeg_records import ROWS_MAGIC, is_dct
+from fastload.formats.jpeg import ROWS_MAGIC, is_dct
 from fastload.images import dct
 from fastload.metrics.machine import memory_for_pages
 from tests.patience import PATIENCE, wait_until
@@ -146,7 +146,7 @@ def test_files_with_an_index_are_kept_after_their_first_sample(
         images, counters = epoch(dataset, num_workers)
         assert torch.equal(images, expected) and counters.get("get.requests", 0) == requests
         dataset.close()
-    payloads = [bytes(dataset.payload(index)) for index in range(N)]
+    payloads = [bytes(dataset._payload(index)) for index in range(N)]
     assert sum(payload.startswith(ROWS_MAGIC) for payload in payloads) >= N - 8 * max(1, num_workers)
 
 
@@ -157,11 +157,11 @@ def test_a_sample_alone_a_payload_and_warm_keep_files_with_an_index_too(
     dataset = folder(tmp_path / "cache")
     epoch(torch.utils.data.Subset(dataset, range(8)))
     dataset[9]
-    assert dataset.payload(10)[:5] == ROWS_MAGIC
+    assert dataset._payload(10)[:5] == ROWS_MAGIC
     assert {warmed.outcome for warmed in dataset.warm([11])} == {"stored"}
     dataset.close()
     for index in (9, 10, 11):
-        assert dataset.contains(index) and dataset.payload(index)[:5] == ROWS_MAGIC
+        assert dataset.contains(index) and dataset._payload(index)[:5] == ROWS_MAGIC
 
 
 def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
@@ -172,9 +172,9 @@ def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
     epoch(torch.utils.data.Subset(dataset, range(8)))
     dataset.prefetch(range(8, N))
     wait_until(lambda: all(map(dataset._is_here, range(8, N))), "the samples are read")
-    dataset.cancel(range(8, N))
-    assert dataset.outstanding() == 0
-    locks = [dataset.cache.lock_inflight(dataset.cache_key(index)) for index in range(8, N)]
+    dataset._cancel(range(8, N))
+    assert dataset._outstanding() == 0
+    locks = [dataset.cache.lock_inflight(dataset._cache_keys(index)[0]) for index in range(8, N)]
     assert all(locks)
 
 
@@ -288,7 +288,7 @@ def test_a_filled_raw_cache_goes_on_and_an_explicit_mode_is_obeyed(folder: Any, 
     expected, _ = epoch(torch.utils.data.Subset(raw, range(N - 4)))
     raw.close()
     dataset = pickle.loads(pickle.dumps(folder(tmp_path / "cache")))
-    assert dataset.cache_key(0) == raw.cache_key(0)
+    assert dataset._cache_keys(0)[0] == raw._cache_keys(0)[0]
     found, counters = epoch(dataset)
     assert torch.equal(found[: N - 4], expected) and counters["get.requests"] == 4
     dataset.close()
@@ -296,7 +296,7 @@ def test_a_filled_raw_cache_goes_on_and_an_explicit_mode_is_obeyed(folder: Any, 
     found, counters = epoch(exact)
     assert torch.equal(found[: N - 4], expected) and counters["get.requests"] == N
     exact.close()
-    assert folder(tmp_path / "cache").cache_key(0) == exact.cache_key(0), "it is the fuller one now"
+    assert folder(tmp_path / "cache")._cache_keys(0)[0] == exact._cache_keys(0)[0], "it is the fuller one now"
 
 
 @pytest.mark.parametrize("count", [80, pytest.param(3000, marks=pytest.mark.stress)])
@@ -332,7 +332,7 @@ def test_damaged_files_have_the_same_fate_in_all_lossless_modes(tmp_path: Path, 
 
 class Own(ImageFolder):
     def __getitem__(self, index: int) -> Any:
-        return bytes(self.payload(index))
+        return bytes(self._payload(index))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ class Own(ImageFolder):
         (ObjectDataset, CenterCrop(8), ()),
         (ImageFolder, CenterCrop(8, interpolation="nearest", channels=1), ("auto", "dct")),
         (ObjectDataset, len, ("auto", "dct")),
-        (lambda url, transform, cache: ObjectDataset(url, len, cache=cache), None, ("auto", "dct")),
+        (lambda url, transform, cache: ObjectDataset(url, decode=len, cache=cache), None, ("auto", "dct")),
         (Own, CenterCrop(8), ("auto",)),
     ],
 )
@@ -352,10 +352,10 @@ def test_objects_whose_bytes_are_wanted_are_kept_as_in_mode_raw(
 ) -> None:
     raw = folder(Cache(tmp_path / "raw", "raw"), transform, kind)
     dataset = folder(Cache(tmp_path / "cache", mode), transform, kind)
-    same = dataset.cache_key(0) == raw.cache_key(0)
+    same = dataset._cache_keys(0)[0] == raw._cache_keys(0)[0]
     assert same == (mode in raw_under)
     if same:
-        assert bytes(dataset.payload(0)) == bytes(raw.payload(0))
+        assert bytes(dataset._payload(0)) == bytes(raw._payload(0))
 
 
 @pytest.fixture
@@ -416,11 +416,11 @@ def test_transform_that_the_records_cannot_serve_is_refused(folder: Any, tmp_pat
 
 def test_decoding_on_the_device_needs_files(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="mode 'dct' keeps what only fastload decodes: use mode 'raw'"):
-        DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decode="dali")
+        DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decoder="dali")
     raw, auto = folder(Cache(tmp_path / "cache", "raw")), folder(tmp_path / "cache")
-    assert auto.cache_key(0) != raw.cache_key(0)
-    DataLoader(auto, 8, decode="dali")
-    assert auto.cache_key(0) == raw.cache_key(0)
+    assert auto._cache_keys(0)[0] != raw._cache_keys(0)[0]
+    DataLoader(auto, 8, decoder="dali")
+    assert auto._cache_keys(0)[0] == raw._cache_keys(0)[0]
 
 
 def test_cached_samples_are_no_images(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_without_the_kernel_auto_is_raw_and_dct_an_error(
     with pytest.raises(ArgumentError, match="mode='dct' needs fastload's compiled kernel"):
         Cache(tmp_path / "cache", "dct")
     auto, raw = folder(tmp_path / "cache"), folder(Cache(tmp_path / "cache", "raw"))
-    assert auto.cache_key(0) == raw.cache_key(0)
+    assert auto._cache_keys(0)[0] == raw._cache_keys(0)[0]
 
 
 # --- the disk and the memory

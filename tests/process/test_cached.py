@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload import Cache, DataLoader, cached
-from fastload.datasets import cached as module
+from fastload.datasets.wrappers import CachedDataset
 from fastload.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -67,15 +67,26 @@ def test_second_epoch_makes_no_sample(tmp_path: Path, num_workers: int) -> None:
         samples = sorted((s for batch in loader for s in batch), key=lambda s: s["meta"][1])
         assert all(map(equal, samples, expected))
         assert source.made() == N, f"epoch {epoch} made samples anew"
-    dataset.close_cache()
+    dataset.close()
+
+
+class Samples(list[Any]):
+    """A list that may have attributes."""
+
+
+def stated(dataset: Any, text: Any) -> Any:
+    """The dataset, which says itself what it is."""
+    dataset = Samples(dataset) if isinstance(dataset, list) else dataset
+    dataset.__fingerprint__ = text
+    return dataset
 
 
 def test_default_collate(tmp_path: Path) -> None:
-    pairs = cached([(torch.ones(2) * i, i) for i in range(6)], Cache(tmp_path / "cache"), fingerprint="pairs")  # type: ignore[arg-type]
+    pairs = cached(stated([(torch.ones(2) * i, i) for i in range(6)], "pairs"), Cache(tmp_path / "cache"))
     for _ in range(2):
         [[values, labels]] = list(DataLoader(pairs, 6, num_workers=1))
         assert torch.equal(values, torch.arange(6.0)[:, None].expand(6, 2)) and labels.tolist() == [*range(6)]
-    pairs.close_cache()
+    pairs.close()
 
 
 def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
@@ -86,11 +97,11 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     assert cached(one, cache).fingerprint != cached(two, cache).fingerprint
     assert int(cached(one, cache)[3]["image"].max()) == 3
     assert int(cached(two, cache)[3]["image"].max()) == 6
-    stated = cached(one, cache, fingerprint="mine")
-    assert int(stated[5]["image"].max()) == 5
-    stated.flush_cache()
+    kept = cached(stated(one, "mine"), cache)
+    assert int(kept[5]["image"].max()) == 5
+    kept._flush_cache()
     # The wrong thing to state, and what it does: the fingerprint alone decides.
-    assert int(cached(two, cache, fingerprint="mine")[5]["image"].max()) == 5
+    assert int(cached(stated(two, "mine"), cache)[5]["image"].max()) == 5
     cache.close()
 
 
@@ -105,11 +116,11 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
     ],
 )
 def test_samples_that_cannot_be_stored_are_refused(tmp_path: Path, sample: Any, words: str) -> None:
-    dataset = cached([sample], Cache(tmp_path / "cache"), fingerprint="x")  # type: ignore[arg-type]
+    dataset = cached(stated([sample], "x"), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=words) as caught:
         dataset[0]
     assert caught.value.key == 0
-    dataset.close_cache()
+    dataset.close()
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -124,10 +135,12 @@ def test_arguments(tmp_path: Path) -> None:
         cached(Endless(), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=r"fastload\.Cache"):
         cached([1], None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"dataset\[1\] is a builtins.generator.* fingerprint"):
+    with pytest.raises(
+        ArgumentError, match=r"dataset\[1\] is a builtins.generator.* dataset.__fingerprint__"
+    ):
         cached([1, (i for i in range(3))], tmp_path / "cache")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="fingerprint"):
-        cached([1], Cache(tmp_path / "cache"), fingerprint=7)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"dataset\.__fingerprint__ must be a str, found 7"):
+        cached(stated([1], 7), Cache(tmp_path / "cache"))
 
 
 def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
@@ -135,7 +148,7 @@ def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
     dataset = cached(source, Cache(tmp_path / "cache"))
     for i in range(N):
         dataset[i]
-    dataset.close_cache()
+    dataset.close()
     [segment] = (tmp_path / "cache").rglob("*.seg")
     content = bytearray(segment.read_bytes())
     content[len(content) // 2] ^= 1
@@ -144,17 +157,17 @@ def test_a_damaged_record_is_made_anew(tmp_path: Path) -> None:
     assert all(equal(dataset[i], expected[i]) for i in range(N))
     assert source.made() == N + 1
     assert dataset.counters["cache.corrupt"] == 1
-    dataset.close_cache()
+    dataset.close()
     assert all(equal(dataset[i], expected[i]) for i in range(N))
     assert source.made() == N + 1
-    dataset.close_cache()
+    dataset.close()
 
 
 def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
     """Verified bytes that `load` does not know, as another version may have left them."""
     cache = Cache(tmp_path / "cache")
     source = Nested(tmp_path / "log")
-    dataset = cached(source, cache, fingerprint="x")
+    dataset = cached(stated(source, "x"), cache)
     assert cache.write(cache.key("cached", "x", "4"), b"Z" * 100) and cache.flush()
     assert equal(dataset[4], Nested(tmp_path / "other")[4])
     assert source.made() == 1 and dataset.counters["cache.corrupt"] == 1
@@ -164,7 +177,7 @@ def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
 def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither written nor read: unpickling is made impossible, and a planted pickle is never opened."""
     source = Nested(tmp_path / "log")
-    dataset = cached(source, Cache(tmp_path / "cache"), fingerprint="x")
+    dataset = cached(stated(source, "x"), Cache(tmp_path / "cache"))
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("pickle was used")
@@ -175,16 +188,16 @@ def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         for i in range(N):
             dataset[i]
-        dataset.flush_cache()
+        dataset._flush_cache()
     assert source.made() == N
-    dataset.close_cache()
+    dataset.close()
 
 
 @pytest.mark.stress
 def test_guard_removed_every_epoch_makes_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter of this file sees it when the cache does nothing."""
     source = Nested(tmp_path / "log")
-    monkeypatch.setattr(module.CachedDataset, "__getitem__", lambda self, index: self.dataset[index])
+    monkeypatch.setattr(CachedDataset, "__getitem__", lambda self, index: self.dataset[index])
     dataset = cached(source, Cache(tmp_path / "cache"))
     for _ in range(2):
         for i in range(N):

@@ -113,7 +113,7 @@ def test_slow_store(fused: bool) -> None:
             server.script(key, Fault(delay=0.1), repeat=True)
         options = {"endpoint_url": server.endpoint_url, "key": "k", "secret": "s", "max_requests": 2}
         transform = RandomResizedCrop(16) if fused else None
-        dataset = ObjectDataset("s3://bucket", None, transform, storage_options=options)
+        dataset = ObjectDataset("s3://bucket", transform=transform, storage_options=options)
         loader = DataLoader(dataset, 2, num_workers=2, collate_fn=None if fused else list)
         stats = epoch(loader)
     assert stats["limit"] == "get", stats
@@ -144,7 +144,7 @@ def test_slow_disk(tmp_path: Path, through: str) -> None:
     for i in range(32):
         (tmp_path / "photos" / f"{i}.jpg").write_bytes(pillow_jpeg(scene(64, 64)))
     cache = Cache(tmp_path / "cache")
-    dataset: Any = ObjectDataset(str(tmp_path / "photos"), None, RandomResizedCrop(16), cache=cache)
+    dataset: Any = ObjectDataset(str(tmp_path / "photos"), transform=RandomResizedCrop(16), cache=cache)
     if through == "cached":
         dataset = cached(Work(32, 0.0), cache)
     loader = DataLoader(dataset, 2, num_workers=2, worker_init_fn=slow_disk)
@@ -228,7 +228,7 @@ def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers:
     dataset: Any = cached(Work(12, 0.0), Cache(tmp_path / "cache"))
     loader = DataLoader(Subset(dataset, range(12)) if subset else dataset, 3, num_workers=num_workers)
     first, second = epoch(loader)["counters"], epoch(loader)["counters"]
-    dataset.close_cache()
+    dataset.close()
     assert (first["cache.misses"], first.get("cache.hits", 0)) == (12, 0)
     assert (second["cache.misses"], second["cache.hits"]) == (12, 12)
     assert second["decode.samples"] == 24

@@ -1,4 +1,4 @@
-"""DataLoader(decode=...): who decodes changes who decodes, and nothing else."""
+"""DataLoader(decoder=...): who decodes changes who decodes, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.sharddata import write
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 
 needs_dali = pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))
-every_decoder = pytest.mark.parametrize("decode", [pytest.param("dali", marks=needs_dali)])
+every_decoder = pytest.mark.parametrize("decoder", [pytest.param("dali", marks=needs_dali)])
 every_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 COUNT = 24
@@ -72,11 +72,11 @@ def _alike(images: torch.Tensor, others: torch.Tensor, least: float = 33) -> boo
 
 @every_decoder
 @pytest.mark.parametrize(("device", "num_workers"), [("cpu", 0), (None, 2)])
-def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str | None) -> None:
+def test_the_same_epochs(folder: Any, decoder: str, num_workers: int, device: str | None) -> None:
     """Two epochs, shuffled: the images of the CPU path, in its order, with its crops, flips and labels."""
     dataset = folder()
 
-    def loader(decode: str) -> DataLoader[Any]:
+    def loader(decoder: str) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
         return DataLoader(
             dataset,
@@ -86,10 +86,10 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
             num_workers=num_workers,
             seed=1,
             device=device,
-            decode=decode,
+            decoder=decoder,
         )
 
-    ours, theirs = loader(decode), loader("cpu")
+    ours, theirs = loader(decoder), loader("cpu")
     for _ in range(2):
         (images, labels), (expected, wanted) = _epoch(ours), _epoch(theirs)
         assert labels == wanted and images.shape == expected.shape
@@ -98,7 +98,7 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
     assert counters["decoder.batches"] == 10
     assert counters["decoder.samples"] == 2 * COUNT * 6 / 8  # two of eight are PNG and progressive
     assert counters["collate.samples"] == 2 * COUNT
-    assert ours.stats()["decode"] == {"decoder": decode}
+    assert ours.stats()["decode"] == {"decoder": decoder}
     assert (
         theirs.stats()["decode"] == {"decoder": "cpu"} and "decoder.batches" not in theirs.stats()["counters"]
     )
@@ -106,11 +106,11 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
 
 @every_decoder
 @pytest.mark.parametrize("mode", ["auto", "raw", "shrunk"])
-def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) -> None:
+def test_through_the_cache(folder: Any, tmp_path: Path, decoder: str, mode: str) -> None:
     dataset = folder(CenterCrop(48, resize=55), cache=Cache(tmp_path / "cache", mode, short_side=60))
     ours, theirs = (
-        DataLoader(dataset, 8, num_workers=2, decode=each, persistent_workers=True)
-        for each in (decode, "cpu")
+        DataLoader(dataset, 8, num_workers=2, decoder=each, persistent_workers=True)
+        for each in (decoder, "cpu")
     )
     for _ in range(2):
         assert _alike(_epoch(ours)[0], _epoch(theirs)[0])
@@ -118,7 +118,7 @@ def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) 
 
 
 @every_decoder
-def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> None:
+def test_with_a_batch_transform_and_channels_last(folder: Any, decoder: str) -> None:
     """The transform gets pixels; Normalize runs on the decoder's device."""
     dataset = folder(RandomResizedCrop(32, channels_last=True, flip=0.5))
     normalize = fastload.Normalize((0.5,) * 3, (0.25,) * 3, channels_last=True)
@@ -129,8 +129,8 @@ def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> N
         return normalize(images), labels
 
     results = [
-        _epoch(DataLoader(dataset, 6, num_workers=2, seed=1, decode=each, batch_transform=transform))[0]
-        for each in (decode, "cpu")
+        _epoch(DataLoader(dataset, 6, num_workers=2, seed=1, decoder=each, batch_transform=transform))[0]
+        for each in (decoder, "cpu")
     ]
     assert results[0].shape == (COUNT, 3, 32, 32) and results[0].dtype is torch.float32
     assert float((results[0] - results[1]).abs().mean()) < 0.1
@@ -138,11 +138,11 @@ def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> N
 
 @every_decoder
 @every_workers
-def test_objects_and_subsets(photos: Path, decode: str, num_workers: int) -> None:
+def test_objects_and_subsets(photos: Path, decoder: str, num_workers: int) -> None:
     dataset = ObjectDataset(str(photos), transform=CenterCrop(32, resize=37))
     subset = Subset(dataset, range(0, COUNT, 3))
     for ours, loaded in ((dataset, COUNT), (subset, COUNT // 3)):
-        images = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers, decode=decode)))
+        images = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers, decoder=decoder)))
         expected = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers)))
         assert len(images) == loaded and _alike(images, expected)
     dataset.close()
@@ -160,13 +160,13 @@ def spoilt(photos: Path) -> Path:
 
 
 @every_decoder
-@pytest.mark.parametrize(("on_error", "num_workers"), [("skip", 2), ("replace", 0), ("replace", 2)])
+@pytest.mark.parametrize(("on_error", "num_workers"), [("repeat", 2), ("replace", 0), ("replace", 2)])
 def test_bad_images_are_replaced(
-    folder: Any, spoilt: Path, decode: str, num_workers: int, on_error: str
+    folder: Any, spoilt: Path, decoder: str, num_workers: int, on_error: str
 ) -> None:
     """Every batch is full, no other sample changes, and both are named."""
     dataset = folder()
-    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decode=decode, on_error=on_error)
+    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decoder=decoder, on_error=on_error)
     images, labels = _epoch(loader)
     theirs = DataLoader(dataset, 6, num_workers=num_workers, seed=1, on_error=on_error)
     expected, _ = _epoch(theirs)
@@ -180,11 +180,11 @@ def test_bad_images_are_replaced(
 
 @every_decoder
 @every_workers
-def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_workers: int) -> None:
+def test_bad_images_are_raised(folder: Any, spoilt: Path, decoder: str, num_workers: int) -> None:
     """Each with its batch and its key; the batches around them and the next epoch are complete."""
     dataset = folder()
-    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decode=decode)
-    reference = DataLoader(dataset, 6, num_workers=0, seed=1, on_error="skip")
+    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decoder=decoder)
+    reference = DataLoader(dataset, 6, num_workers=0, seed=1, on_error="repeat")
     for _ in range(2):
         expected, iterator, keys = list(reference), iter(loader), []
         for number in range(4):
@@ -204,10 +204,10 @@ def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_worke
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"decode": "gpu"}, "decode must be one of"),
-        ({"decode": None}, "decode must be one of"),
-        ({"decode": "dali", "collate_fn": list}, "leave out collate_fn"),
-        ({"decode": "dali", "batch_size": None}, "and batch_size=None"),
+        ({"decoder": "gpu"}, "decoder must be one of"),
+        ({"decoder": None}, "decoder must be one of"),
+        ({"decoder": "dali", "collate_fn": list}, "leave out collate_fn"),
+        ({"decoder": "dali", "batch_size": None}, "and batch_size=None"),
     ],
 )
 def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
@@ -215,8 +215,8 @@ def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
         DataLoader(folder(), **arguments)
 
 
-@pytest.mark.parametrize("decode", ["dali", "torch"])
-def test_datasets_without_encoded_images(folder: Any, photos: Path, tmp_path: Path, decode: str) -> None:
+@pytest.mark.parametrize("decoder", ["dali", "torch"])
+def test_datasets_without_encoded_images(folder: Any, photos: Path, tmp_path: Path, decoder: str) -> None:
     """Refused at once, with the reason, before a worker starts."""
     cases = [
         (TensorDataset(torch.zeros(3)), "TensorDataset"),
@@ -234,7 +234,7 @@ def test_datasets_without_encoded_images(folder: Any, photos: Path, tmp_path: Pa
     ]
     for dataset, text in cases:
         with pytest.raises(ArgumentError, match=text):
-            DataLoader(dataset, 4, decode=decode)
+            DataLoader(dataset, 4, decoder=decoder)
 
 
 def _picture(image: Any) -> Any:
@@ -245,14 +245,14 @@ def test_a_decoder_that_is_not_installed(folder: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "fastload.gpu.decoding.why_no_dali", lambda: "NVIDIA DALI is not installed: pip install x"
     )
-    for decode in ("dali", Dali()):
+    for decoder in ("dali", Dali()):
         with pytest.raises(ArgumentError, match="pip install x"):
-            DataLoader(folder(), 4, decode=decode)
+            DataLoader(folder(), 4, decoder=decoder)
 
 
 @needs_dali
 def test_dali_with_settings(folder: Any) -> None:
-    loader = DataLoader(folder(), 5, num_workers=2, seed=1, decode=Dali(threads=1, queue_depth=3))
+    loader = DataLoader(folder(), 5, num_workers=2, seed=1, decoder=Dali(threads=1, queue_depth=3))
     assert _alike(_epoch(loader)[0], _epoch(DataLoader(folder(), 5, seed=1))[0])
     assert loader.stats()["decode"] == {"decoder": "dali"}
 
@@ -263,18 +263,18 @@ def test_progressive_resolution(folder: Any) -> None:
     dataset = folder(
         fastload.ByEpoch({0: RandomResizedCrop(16, flip=0.5), 1: RandomResizedCrop(40, flip=0.5)})
     )
-    loader = DataLoader(dataset, 5, num_workers=2, persistent_workers=True, decode="dali")
+    loader = DataLoader(dataset, 5, num_workers=2, persistent_workers=True, decoder="dali")
     assert [_epoch(loader)[0].shape[-1] for _ in range(3)] == [16, 40, 40]
 
 
 @every_decoder
-def test_resumed_in_the_middle(folder: Any, decode: str) -> None:
+def test_resumed_in_the_middle(folder: Any, decoder: str) -> None:
     """Batches that were started but not handed out come again."""
 
     def loader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
         return DataLoader(
-            folder(), 4, shuffle=True, generator=generator, num_workers=2, seed=1, decode=decode
+            folder(), 4, shuffle=True, generator=generator, num_workers=2, seed=1, decoder=decoder
         )
 
     whole = list(loader())
@@ -291,10 +291,10 @@ def test_resumed_in_the_middle(folder: Any, decode: str) -> None:
 
 
 @every_decoder
-def test_epochs_that_are_broken_off(folder: Any, decode: str) -> None:
+def test_epochs_that_are_broken_off(folder: Any, decoder: str) -> None:
     """Two iterators over one loader, and some never finished: results stay with their batches."""
     dataset = folder(CenterCrop(32, resize=37))
-    loader = DataLoader(dataset, 4, num_workers=2, decode=decode)
+    loader = DataLoader(dataset, 4, num_workers=2, decoder=decoder)
     reference = [images for images, _ in DataLoader(dataset, 4)]
     for taken in range(3):
         iterator = iter(loader)
@@ -317,6 +317,6 @@ def test_exif_is_not_applied(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(file.getvalue())
     dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48, resize=55))
     [expected] = DataLoader(dataset, 1)
-    [images] = DataLoader(dataset, 1, decode="dali")
+    [images] = DataLoader(dataset, 1, decoder="dali")
     assert _alike(images, expected, 45)
     dataset.close()

@@ -370,7 +370,7 @@ def test_what_cannot_be_described_is_refused_by_its_place(make: Callable[[], Any
         return
     with pytest.raises(ArgumentError, match=words) as caught:
         describe(make(), "decode")
-    assert "pass fingerprint=" in caught.value.message
+    assert "set decode.__fingerprint__ to a text" in caught.value.message
 
 
 def test_an_open_file_is_refused(tmp_path: Path) -> None:
@@ -410,21 +410,25 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of_folder(folder: Path, decode: Any, **options: Any) -> list[Any]:
-    dataset = ObjectDataset(str(folder / "data"), decode, **options)
+def of_folder(folder: Path, decode: Any, text: str | None = None, **options: Any) -> list[Any]:
+    if text is not None:
+        decode.__fingerprint__ = text
+    dataset = ObjectDataset(str(folder / "data"), decode=decode, **options)
     samples = [dataset[i] for i in range(3)]
-    dataset.flush_cache()
+    dataset._flush_cache()
     dataset.close()
     return samples
 
 
-def of_tar(folder: Path, decode: Any, **options: Any) -> list[Any]:
+def of_tar(folder: Path, decode: Any, text: str | None = None, **options: Any) -> list[Any]:
     def of_fields(fields: dict[str, Any]) -> Any:
         return decode(fields["bin"])
 
-    dataset = TarDataset(str(folder / "a.tar"), of_fields, **options)
+    if text is not None:
+        of_fields.__fingerprint__ = text  # type: ignore[attr-defined]
+    dataset = TarDataset(str(folder / "a.tar"), decode=of_fields, **options)
     samples = [int(batch[0]) for batch in fastload.DataLoader(dataset, num_workers=0)]
-    dataset.flush_cache()
+    dataset._flush_cache()
     dataset.close()
     return sorted(samples)
 
@@ -443,14 +447,15 @@ def test_another_decode_finds_nothing_of_the_one_before(folder: Path, read: Any)
 @pytest.mark.parametrize("read", [of_folder, of_tar])
 def test_fingerprint_takes_the_place_of_the_description(folder: Path, read: Any) -> None:
     cache = Cache(folder / "cache", "decoded")
-    assert read(folder, functools.partial(scale, k=1), cache=cache, fingerprint="a") == [1, 2, 3]
-    assert read(folder, functools.partial(scale, k=9), cache=cache, fingerprint="a") == [1, 2, 3], "as stated"
-    assert read(folder, functools.partial(scale, k=9), cache=cache, fingerprint="b") == [9, 18, 27]
+    assert read(folder, functools.partial(scale, k=1), cache=cache, text="a") == [1, 2, 3]
+    assert read(folder, functools.partial(scale, k=9), cache=cache, text="a") == [1, 2, 3], "as stated"
+    assert read(folder, functools.partial(scale, k=9), cache=cache, text="b") == [9, 18, 27]
     calls = Locked()
     with pytest.raises(ArgumentError, match=r"decode.*\.lock is a _thread\.lock"):
         read(folder, calls, cache=cache)
-    assert read(folder, calls, cache=cache, fingerprint="c") == [1, 2, 3]
+    assert read(folder, calls, cache=cache, text="c") == [1, 2, 3]
     cache.close()
+    calls = Locked()
     assert read(folder, calls, cache=Cache(folder / "raw")) == [1, 2, 3], "mode raw keeps bytes: all may come"
     assert read(folder, calls) == [1, 2, 3]
 
@@ -465,14 +470,50 @@ class Locked:
 
 
 def test_the_fingerprint_is_text(folder: Path) -> None:
-    for make in (
-        lambda: ObjectDataset(str(folder / "data"), fingerprint=7),  # type: ignore[arg-type]
-        lambda: TarDataset(str(folder / "a.tar"), fingerprint=7),  # type: ignore[arg-type]
-        lambda: TFRecordDataset(str(folder / "a.tar"), fingerprint=7),  # type: ignore[arg-type]
-        lambda: cached([1], folder / "cache", 7),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ArgumentError, match="fingerprint must be a str or None, found 7"):
-            make()
+    decode, cache = functools.partial(scale, k=1), Cache(folder / "cache", "decoded")
+    decode.__fingerprint__ = 7  # type: ignore[attr-defined]
+    for kind, url in ((ObjectDataset, "data"), (TarDataset, "a.tar"), (TFRecordDataset, "a.tar")):
+        with pytest.raises(ArgumentError, match=r"decode\.__fingerprint__ must be a str, found 7"):
+            kind(str(folder / url), decode=decode, cache=cache)
+    dataset = Base()
+    dataset.__fingerprint__ = 7  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match=r"dataset\.__fingerprint__ must be a str, found 7"):
+        cached(dataset, folder / "cache")
+
+
+class Stated:
+    """It says itself what its code does; its attributes are described."""
+
+    __fingerprint__ = "stated 1"
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, data: bytes) -> int:
+        return self.k * len(data)
+
+
+def test_a_function_class_or_object_may_say_itself_what_it_does() -> None:
+    def text(decode: Any) -> str:
+        return describe(decode, "decode")
+
+    one, two = Stated(1), Stated(2)
+    assert text(one) == text(Stated(1)) != text(two), "the text stands for the class, not for its objects"
+    other = type("Stated", (), {"__fingerprint__": "stated 1", "__call__": lambda self, data: 0})
+    assert text(Stated) == text(other)
+    other.__fingerprint__ = "stated 2"  # type: ignore[attr-defined]
+    assert text(Stated) != text(other)
+    one.__fingerprint__ = two.__fingerprint__ = "mine"
+    assert text(one) == text(two) != text(Stated(1)), "of the object itself, it stands for all of it"
+
+    def of_lock(data: bytes, lock: Any = threading.Lock()) -> int:  # noqa: B008
+        return len(data)
+
+    with pytest.raises(ArgumentError, match="lock"):
+        text(functools.partial(of_lock, data=b""))
+    of_lock.__fingerprint__ = "by length"  # type: ignore[attr-defined]
+    whole = functools.partial(of_lock, data=b"")
+    assert text(whole) != text(functools.partial(of_lock, data=b"1")), "inside of others too"
 
 
 # --- Datasets, for `cached`
@@ -515,10 +556,10 @@ def test_a_nested_dataset_is_told_apart(case: str, tmp_path: Path) -> None:
 
 def test_a_dataset_of_fastload_is_described(folder: Path) -> None:
     def of(decode: Any) -> str:
-        return cached(ObjectDataset(str(folder / "data"), decode), folder / "cache").fingerprint
+        return cached(ObjectDataset(str(folder / "data"), decode=decode), folder / "cache").fingerprint
 
     assert of(scale) == of(scale) != of(other_scale)
-    used = ObjectDataset(str(folder / "data"), scale)
+    used = ObjectDataset(str(folder / "data"), decode=scale)
     before = cached(used, folder / "cache").fingerprint
     assert used[0] == 1
     assert cached(used, folder / "cache").fingerprint == before == of(scale), "reading changes nothing"
@@ -544,6 +585,10 @@ def test_what_a_dataset_of_fastload_learns_as_it_is_read_changes_no_fingerprint(
 
 
 def test_what_a_list_holds_is_refused_by_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"dataset\[1\]\.lock is a _thread\.lock.* fingerprint="):
+    with pytest.raises(
+        ArgumentError, match=r"dataset\[1\]\.lock is a _thread\.lock.* dataset.__fingerprint__"
+    ):
         cached([1, Locked()], tmp_path / "cache")  # type: ignore[arg-type]
-    assert len(cached([1, Locked()], tmp_path / "cache", "mine")) == 2  # type: ignore[arg-type]
+    locked = Locked()
+    locked.__fingerprint__ = "mine"  # type: ignore[attr-defined]
+    assert len(cached([1, locked], tmp_path / "cache")) == 2  # type: ignore[arg-type]

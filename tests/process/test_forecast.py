@@ -35,7 +35,7 @@ def forecast(photos: Path, dataset: ImageFolder, tmp_path: Path) -> Forecast:
     if dataset.cache.mode != "raw":
         other = Cache(tmp_path / "other", dataset.cache.mode, short_side=dataset.cache.short_side)
         probe = folder(photos, other)
-        sizes = [memoryview(probe.payload(index)).nbytes for index in range(0, N, 3)]
+        sizes = [memoryview(probe._payload(index)).nbytes for index in range(0, N, 3)]
         read = sum(probe.listing().size(index) for index in range(0, N, 3))
         probe.close()
     total = dataset.listing().total_bytes

@@ -265,14 +265,14 @@ DECODERS = [
 ]
 
 
-@pytest.mark.parametrize("decode", DECODERS)
+@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("target", [str, pair])
 def test_target_transform_where_the_device_decodes(
-    target: Any, workers: int, decode: str, folder: Any
+    target: Any, workers: int, decoder: str, folder: Any
 ) -> None:
     dataset = folder(CROP, target)
-    batches = list(DataLoader(dataset, 3, num_workers=workers, decode=decode))
+    batches = list(DataLoader(dataset, 3, num_workers=workers, decoder=decoder))
     expected = list(DataLoader(dataset, 3))
     assert [images.shape for images, _ in batches] == [images.shape for images, _ in expected]
     assert [flat(targets) for _, targets in batches] == [flat(targets) for _, targets in expected]
@@ -290,7 +290,7 @@ def test_a_target_transform_that_raises_is_a_bad_sample(transform: Any, workers:
     dataset = folder(transform, refused)
     with pytest.raises(LookupError, match="no such class"):
         list(DataLoader(dataset, 7, num_workers=workers))
-    loader = DataLoader(dataset, 7, num_workers=workers, on_error="skip")
+    loader = DataLoader(dataset, 7, num_workers=workers, on_error="repeat")
     ((_, targets),) = loader
     bad = dataset.targets.count(1)
     assert set(targets.tolist()) == {0, 2} and loader.stats()["counters"]["bad.samples"] == bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def test_this_process_is_no_worker(root: Path) -> None:
 
 
 def test_without_the_kernel_processes_make_the_batches(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.images.crop.kernel", None)
+    monkeypatch.setattr("fastload.images.transforms.kernel", None)
     assert not view_of(images(root)).made_by_kernel()
 
 
@@ -194,7 +195,7 @@ def test_resumed_with_others(before: bool, after: bool, root: Path) -> None:
     assert_same(seen + batches_of(second), whole)
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_bad_samples_are_settled_alike(on_error: str, root: Path, tmp_path: Path) -> None:
     for number in range(12):
         body = b"no image" if number % 5 == 2 else pillow_jpeg(scene(40, 40, number))
@@ -261,10 +262,25 @@ def test_a_killed_process_is_named(root: Path) -> None:
 
 
 def test_all_of_the_memory_limit_is_for_one_process(root: Path) -> None:
-    loader = DataLoader(images(root), 4, num_workers=16, memory_limit="120MB", multiprocessing_context="fork")
+    loader = DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", multiprocessing_context="fork")
     assert sum(len(labels) for _, labels in loader) == PHOTOS
-    with pytest.raises(ArgumentError, match="too little for 16 workers"):
-        DataLoader(images(root), 4, num_workers=16, memory_limit="120MB", processes=True)
+    with pytest.raises(ArgumentError, match="too little for 8 workers"):
+        DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", processes=True)
+
+
+def test_torch_warns_of_many_processes_and_not_of_threads(root: Path) -> None:
+    with pytest.warns(UserWarning, match="will create 999 worker processes"):
+        DataLoader(images(root), 4, num_workers=999, processes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(images(root), 4, num_workers=16)
+
+
+@pytest.mark.parametrize(("threads", "processes"), [(8, 1), (9, 2), (20, 3)])
+def test_a_process_has_at_most_eight_threads(threads: int, processes: int, root: Path) -> None:
+    loader = DataLoader(images(root), 2, num_workers=threads, seed=1)
+    assert_same(batches_of(loader), batches_of(DataLoader(images(root), 2, seed=1)))
+    assert kind_of(loader) == ("threads", threads, processes)
 
 
 class Scripted:
@@ -289,7 +305,7 @@ class Scripted:
 
 def test_auto_switches_threads(root: Path) -> None:
     loader = DataLoader(images(root), 2, num_workers="auto", seed=1)
-    loader.loader_context.autoscaler = Scripted(iter([3, 2, 4, 1, 2]))  # type: ignore[assignment]
+    loader._context.autoscaler = Scripted(iter([3, 2, 4, 1, 2]))  # type: ignore[assignment]
     iterator: Any = iter(loader)
     seen, counts = [], []
     for batch in iterator:

@@ -288,13 +288,13 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
 
     dataset = opened()
     assert kind.streamed or not dataset.contains(0)
-    if hasattr(dataset, "warm_shards"):
-        outcomes = [warmed.outcome for warmed in dataset.warm_shards(range(len(dataset.shards())))]
+    if hasattr(dataset, "_warm_shards"):
+        outcomes = [warmed.outcome for warmed in dataset._warm_shards(range(len(dataset.shards())))]
     elif hasattr(dataset, "warm"):
         outcomes = [warmed.outcome for warmed in dataset.warm(range(COUNT))]
     else:  # blocks of tokens are filled by reading
         outcomes = ["stored" for _ in in_order(dataset) for _ in range(BATCH)]
-        dataset.flush_cache()
+        dataset._flush_cache()
     assert set(outcomes) == {"stored"} and len(outcomes) >= COUNT
     dataset.close()
     dataset = opened()
@@ -319,12 +319,12 @@ def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cac
     def opened() -> Any:
         found = kind.make(written(kind), cache=Cache(tmp_path / "cache", mode, short_side=24))
         if kind.streamed:
-            list(found.warm_shards(range(len(found.shards()))))
+            list(found._warm_shards(range(len(found.shards()))))
         return found
 
     first = opened()
     from_store = in_order(first)
-    first.flush_cache()
+    first._flush_cache()
     first.close()
     second = opened()
     from_cache = in_order(second)
@@ -379,7 +379,7 @@ def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> 
 
 
 @of([kind for kind in KINDS if kind.own_photos and kind.streamed])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_damaged_samples_of_a_stream_are_replaced_and_counted(
     kind: Kind, on_error: Any, written: Written
 ) -> None:

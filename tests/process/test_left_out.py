@@ -380,10 +380,10 @@ def test_skip_and_exclude_hold_for_other_numbers_of_ranks_and_batch_sizes(worker
     ranks.both("exclude", excluded)
     ranks.both("skip", [4, 7, 8])  # samples 40 to 50 and 70 to 90
     assert ranks.take(1) == order[30:40]
-    exclusions = ranks.loaders[0].loader_context.exclusions
+    exclusions = ranks.loaders[0]._context.exclusions
     assert [bool(exclusions.samples_at(0, step)) for step in (2, 3)] == [False, True]
     # Steps of 8 samples: that of 24 was handed out before, that of 32 was not.
-    reading = reading_of(ranks.loaders[0], 0, 0, ranks.loaders[0].loader_context.history.find(0))
+    reading = reading_of(ranks.loaders[0], 0, 0, ranks.loaders[0]._context.history.find(0))
     assert [bool(Filter(exclusions, reading, step, 8).samples) for step in (3, 4)] == [False, True]
     ranks = Ranks(1, 8, ranks.state(), num_workers=workers)
     # steps of 8 from sample 40 on: 40 to 48 is skipped, of 48 to 56 the samples 48 and 49 were

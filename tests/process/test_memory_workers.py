@@ -37,7 +37,7 @@ def large(tmp_path: Path) -> Callable[..., ObjectDataset[Any]]:
         body = bytearray(size)
         body[0] = body[-1] = number
         (tmp_path / f"{number:02}.bin").write_bytes(body)
-    return lambda **more: ObjectDataset(str(tmp_path), number_and_size, fingerprint="1", **more)
+    return lambda **more: ObjectDataset(str(tmp_path), decode=number_and_size, **more)
 
 
 def seen(loader: Any) -> list[list[int]]:

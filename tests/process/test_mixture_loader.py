@@ -429,7 +429,7 @@ def test_what_would_not_use_the_weights_is_refused() -> None:
         Subset(data, [0, 1]),
         ConcatDataset([data, data]),
         fastload.map(data, as_is),
-        cached(data, "/nowhere/cache", fingerprint="1"),
+        cached(data, "/nowhere/cache"),
     ):
         with pytest.raises(ArgumentError, match=f"a {type(wrapped).__name__} of a Mixture"):
             DataLoader(wrapped)

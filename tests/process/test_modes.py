@@ -193,7 +193,7 @@ def test_object_dataset_keeps_what_the_users_decode_returns(photos: Path, tmp_pa
         return sample
 
     cache = Cache(tmp_path / "cache", "decoded")
-    dataset = ObjectDataset(str(photos), decode, transform, cache=cache)
+    dataset = ObjectDataset(str(photos), decode=decode, transform=transform, cache=cache)
     for num_workers in (2, 0, 2):
         batches = list(DataLoader(dataset, 4, num_workers=num_workers, collate_fn=lambda samples: samples))
         for sample, path in zip((s for b in batches for s in b), sorted(photos.rglob("*.*")), strict=True):
@@ -203,7 +203,7 @@ def test_object_dataset_keeps_what_the_users_decode_returns(photos: Path, tmp_pa
         assert calls.stat().st_size == len(FILES), "decode ran again"
     dataset.close()
     with pytest.raises(ArgumentError, match="does not work with decode"):
-        ObjectDataset(str(photos), decode, cache=Cache(tmp_path / "cache", "shrunk"))
+        ObjectDataset(str(photos), decode=decode, cache=Cache(tmp_path / "cache", "shrunk"))
 
 
 # --- when it does not fit, when it is bad
@@ -237,7 +237,7 @@ def test_bad_images_in_every_mode(
     for epoch in range(2):
         with pytest.raises(DecodeError, match=name):
             run(folder(mode), num_workers)
-        for policy in ("skip", "replace"):
+        for policy in ("repeat", "replace"):
             dataset = folder(mode)
             loader = DataLoader(dataset, 5, num_workers=num_workers, seed=1, on_error=policy)
             assert sum(len(images) for images, _ in loader) == len(FILES)

@@ -337,11 +337,11 @@ def test_a_worker_that_reads_nothing_waits_for_no_thread_of_its_parent(tmp_path:
         return 1
 
     folder = write(tmp_path / "shards", shards("tar"))
-    data = TarDataset(folder, decode=decode, fingerprint="1", cache=Cache(tmp_path / "cache", "decoded"))
-    (state,) = data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
-    stream = data.open_stream(state)
+    data = TarDataset(folder, decode=decode, cache=Cache(tmp_path / "cache", "decoded"))
+    (state,) = data._streams().plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
+    stream = data._streams().open_stream(state)
     assert stream.take(4)  # the threads are at it
-    assert forked(data.flush_cache)
+    assert forked(data._flush_cache)
     gate.set()
     data.close()
 

@@ -133,7 +133,7 @@ def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("policy", ["skip", "replace"])
+@pytest.mark.parametrize("policy", ["repeat", "replace"])
 @pytest.mark.parametrize("kind", [OwnItems, OwnLists])
 def test_a_subclass_is_obeyed_where_samples_are_bad(
     kind: Any, policy: str, workers: int, photos: Path, tmp_path: Path, opened: Any
@@ -183,9 +183,9 @@ def test_a_subclass_of_shards_is_obeyed(
 ) -> None:
     form = kind.partition(",")[0]
     url = write(tmp_path, shards(form, index=index))
-    features = {} if form == "tar" else {"features": {"image": bytes, "label": int, "name": str}}
+    features = {} if form == "tar" else {"fields": {"image": bytes, "label": int, "name": str}}
     dataset = opened(SHARDS[kind](url, transform=transform, **features))
-    assert dataset.must_stream() is not index
+    assert dataset._streams().must_stream() is not index
     collate = as_list if transform is None else default_collate
     loader = DataLoader(dataset, 16, shuffle=True, num_workers=workers, collate_fn=collate)
     for _ in range(2):
@@ -233,16 +233,16 @@ def test_methods_put_into_the_class_or_the_object_later_are_obeyed(
     assert told(next(iter(DataLoader(dataset, 3)))) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("decode", ["dali", "torch"])
+@pytest.mark.parametrize("decoder", ["dali", "torch"])
 @pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnObjects])
 def test_decoding_on_the_device_is_refused_for_samples_of_its_own(
-    kind: Any, decode: str, photos: Path, opened: Any
+    kind: Any, decoder: str, photos: Path, opened: Any
 ) -> None:
     dataset = opened(kind(str(photos), transform=FUSED))
     name = "__getitems__" if kind is OwnLists else "__getitem__"
     for data in (dataset, Subset(dataset, range(3))):
-        with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.{name}, in the workers: .*decode='cpu'"):
-            DataLoader(data, 4, decode=decode)
+        with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.{name}, in the workers: .*decoder='cpu'"):
+            DataLoader(data, 4, decoder=decoder)
 
 
 # --- reading ahead
@@ -361,7 +361,7 @@ def test_what_is_read_ahead_and_not_asked_for_is_let_go_of_and_not_read_for_ever
     loader = DataLoader(data, 10)
     assert [key for batch in loader for key in batch] == [f"{number:04}" for number in range(1500)]
     assert loader.stats()["counters"].get("get.requests", 0) <= 256 + 10 + 256 + 10
-    assert dataset.outstanding() == 0, "what was not asked for is kept"
+    assert dataset._outstanding() == 0, "what was not asked for is kept"
 
 
 class TarKeysAlone(TarDataset):
@@ -372,7 +372,7 @@ class TarKeysAlone(TarDataset):
 def test_records_of_streams_that_are_not_asked_for_are_let_go_of(tmp_path: Path, opened: Any) -> None:
     dataset = opened(TarKeysAlone(write(tmp_path, shards("tar")), transform=RandomResizedCrop(16)))
     ids: list[int] = []
-    open_stream = dataset.open_stream
+    open_stream = dataset._open_stream
 
     def noted(state: Any) -> Any:
         stream = open_stream(state)
@@ -380,9 +380,9 @@ def test_records_of_streams_that_are_not_asked_for_are_let_go_of(tmp_path: Path,
         stream.take = lambda n: ids.extend(found := take(n)) or found
         return stream
 
-    dataset.open_stream = noted
+    dataset._open_stream = noted
     assert len([key for batch in DataLoader(dataset, 16) for key in batch]) == len(ids) == TOTAL
-    assert dataset.outstanding() == 0, "what was not asked for is kept"
+    assert dataset._outstanding() == 0, "what was not asked for is kept"
 
 
 # --- attributes that are set later
@@ -396,7 +396,7 @@ def test_a_transform_that_is_set_later_is_obeyed(
     image: Any = {"tar": "jpg", "tfrecord": "image", "folder": 0, "objects": slice(None)}[kind]
     if kind in ("tar", "tfrecord"):
         url = write(tmp_path, shards(kind, index=True))
-        features = {} if kind == "tar" else {"features": {"image": bytes, "label": int}}
+        features = {} if kind == "tar" else {"fields": {"image": bytes, "label": int}}
         base = TarDataset if kind == "tar" else fastload.TFRecordDataset
         dataset = opened(base(url, transform=FUSED, **features))
     else:
@@ -430,9 +430,9 @@ def test_a_transform_that_is_set_later_and_cannot_be_decoded_on_the_device_is_re
     workers: int, photos: Path, opened: Any
 ) -> None:
     dataset = opened(ImageFolder(str(photos), FUSED))
-    loader = DataLoader(dataset, 4, num_workers=workers, decode="dali")
+    loader = DataLoader(dataset, 4, num_workers=workers, decoder="dali")
     dataset.transform = plain
-    with pytest.raises(ArgumentError, match=r"decode= of the loader does not work here.*transform=<function"):
+    with pytest.raises(ArgumentError, match=r"decoder= of the loader does not work.*transform=<function"):
         list(loader)
 
 
@@ -475,7 +475,7 @@ def test_functions_beside_a_fused_transform_are_seeded_sample_by_sample(
             r"transform is a class: write RandomResizedCrop\(224\)",
         ),
         (lambda url: ImageFolder(url, ImageFolder), r"transform is a class: write ImageFolder\(url\)"),
-        (lambda url: ObjectDataset(url, torch.nn.ReLU), r"decode is a class: write ReLU\(\)"),
+        (lambda url: ObjectDataset(url, decode=torch.nn.ReLU), r"decode is a class: write ReLU\(\)"),
         (lambda url: ImageFolder(url, None, torch.nn.ReLU), r"target_transform is a class: write ReLU\(\)"),
         (
             lambda url: TarDataset(url, transform={"jpg": CenterCrop}),
@@ -491,7 +491,7 @@ def test_a_class_in_place_of_an_instance_is_refused(make: Any, words: str, photo
 def test_types_that_make_the_result_are_functions(photos: Path, opened: Any) -> None:
     dataset = opened(ImageFolder(str(photos), FUSED, float))
     assert dataset[9][1] == 1.0 and type(dataset[9][1]) is float
-    assert opened(ObjectDataset(str(photos), bytearray))[0][:2] == b"\xff\xd8"
+    assert opened(ObjectDataset(str(photos), decode=bytearray))[0][:2] == b"\xff\xd8"
 
 
 def test_a_wrapper_obeys_a_subclass(photos: Path, tmp_path: Path, opened: Any) -> None:
@@ -499,6 +499,6 @@ def test_a_wrapper_obeys_a_subclass(photos: Path, tmp_path: Path, opened: Any) -
     for _ in range(2):
         labels = torch.cat([labels for _, labels, _ in DataLoader(kept, 5)])
         assert labels.tolist() == [100] * 8 + [101] * 8 + [102] * 8
-    kept.close_cache()
+    kept.close()
     with pytest.raises(NotFoundError):
         OwnItems(str(tmp_path / "nothing"))

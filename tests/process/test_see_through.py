@@ -23,9 +23,8 @@ from fastload import (
     TarDataset,
     cached,
 )
-from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.map import MapDataset
-from fastload.datasets.wrappers import view_of
+from fastload.datasets.sample_fields import ordinary_memory
+from fastload.datasets.wrappers import MapDataset, view_of
 from fastload.errors import ArgumentError, DecodeError
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import TOTAL, shards, write
@@ -236,7 +235,7 @@ def test_bad_sample_inside_a_wrapper_is_named_and_settled(
     dataset = TREES[name][0](a, b)
     with pytest.raises(DecodeError, match=r"c/3\.jpg"):
         list(DataLoader(dataset, 4, num_workers=workers))
-    for on_error in ("skip", "replace"):
+    for on_error in ("repeat", "replace"):
         loader: Any = DataLoader(dataset, 4, num_workers=workers, on_error=on_error, seed=1)
         assert sum(1 for _ in loader) == len(dataset) / 4
         assert [key for key, _ in loader.stats()["bad"]] == ["c/3.jpg"]
@@ -257,7 +256,7 @@ def test_error_of_the_function_of_map_names_the_sample(opened: Any, workers: int
         list(DataLoader(dataset, 4, num_workers=workers))
     text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
     assert "sample 4 'class1/01.jpg'" in text
-    loader: Any = DataLoader(dataset, 20, num_workers=workers, on_error="skip")
+    loader: Any = DataLoader(dataset, 20, num_workers=workers, on_error="repeat")
     ((_, labels),) = loader
     assert not labels.any() and loader.stats()["counters"]["bad.samples"] == 10
 
@@ -287,12 +286,12 @@ def test_what_prefetch_announced_and_was_not_read_is_let_go_of(opened: Any) -> N
     inner = opened("a")
     loader: Any = DataLoader(Half(inner), 2)
     assert sum(1 for _ in loader) == 3
-    assert inner.outstanding() == 0
+    assert inner._outstanding() == 0
     iterator = iter(loader)
     next(iterator)
-    assert inner.outstanding() > 0
+    assert inner._outstanding() > 0
     del iterator
-    assert inner.outstanding() == 0
+    assert inner._outstanding() == 0
 
 
 def test_announcements_that_are_never_used_end_with_a_warning(
@@ -302,7 +301,7 @@ def test_announcements_that_are_never_used_end_with_a_warning(
     other = opened("b")
     loader: Any = DataLoader(Mistaken(opened("a"), other), 2)
     assert sum(1 for _ in loader) == 6
-    assert other.outstanding() == 0
+    assert other._outstanding() == 0
     (record,) = caplog.records
     assert "the last 4 samples that prefetch() of the dataset announced were not read" in record.message
 
@@ -333,7 +332,7 @@ class OtherPrefetch(Announcing):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_error_in_prefetch_is_an_error_of_its_batch(opened: Any, workers: int) -> None:
     with pytest.raises(LookupError, match=r"no file for \[0, 1\]"):
-        list(DataLoader(BadPrefetch(opened("a")), 2, num_workers=workers, on_error="skip"))
+        list(DataLoader(BadPrefetch(opened("a")), 2, num_workers=workers, on_error="repeat"))
 
 
 def test_prefetch_with_another_signature_is_not_called(opened: Any) -> None:
@@ -354,13 +353,13 @@ class OwnMap(MapDataset):
 def test_dataset_inside_cached_is_read_ahead_until_the_cache_has_its_samples(
     opened: Any, tmp_path: Path, workers: int
 ) -> None:
-    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache", fingerprint="photos")
+    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache")
     loader: Any = DataLoader(kept, 4, num_workers=workers)
     first, second = ([told(batch) for batch in loader] for _ in range(2))
     assert first == second
     counters = loader.stats()["counters"]
     assert counters["get.ahead"] == counters["cache.misses"] == counters["cache.hits"] == 20
-    kept.close_cache()
+    kept.close()
 
 
 def test_map_is_a_dataset_that_can_be_cached(opened: Any, tmp_path: Path) -> None:
@@ -372,7 +371,7 @@ def test_map_is_a_dataset_that_can_be_cached(opened: Any, tmp_path: Path) -> Non
     assert kept.fingerprint != cached(fastload.map(inner, noisy), tmp_path / "cache").fingerprint
     first, second = ([told(batch) for batch in DataLoader(kept, 4, num_workers=1)] for _ in range(2))
     assert first == second == told(list(torch.utils.data.DataLoader(dataset, 4)))
-    kept.close_cache()
+    kept.close()
 
 
 def test_subclass_of_map_is_obeyed_and_read_ahead(opened: Any) -> None:

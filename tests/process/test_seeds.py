@@ -83,7 +83,7 @@ class Failing(Drawing):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_samples_that_fail_by_chance_are_the_same_ones_for_any_number_of_workers(workers: int) -> None:
-    loader = DataLoader(Failing(SOME), 16, num_workers=workers, seed=5, on_error="skip")
+    loader = DataLoader(Failing(SOME), 16, num_workers=workers, seed=5, on_error="repeat")
     list(loader)
     bad = {int(key) for key, _ in loader.stats()["bad"]}
     assert bad == {index for index in SOME if drawn(5, 0, index)[1] < 0.5}

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fastload import CenterCrop, DataLoader, ObjectDataset, TarDataset
+from fastload import CenterCrop, DataLoader, ImageFolder, ObjectDataset, TableDataset, TarDataset
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from tests.patience import wait_until
-from tests.sharddata import TOTAL, shards, write
+from tests.sharddata import TOTAL, jpeg, shards, write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 6
@@ -37,12 +37,42 @@ class KeepsItsState(ObjectDataset):
         self.__dict__.update(state)
 
 
+def test_a_dataset_shows_what_its_user_needs(folder: Path, tmp_path: Path) -> None:
+    """About fifteen names; what the engine calls begins with an underscore."""
+    objects = ObjectDataset(str(folder))
+    photos = ImageFolder(write(tmp_path / "photos", {"cat/0.jpg": jpeg(0)}))
+    records = TarDataset(write(tmp_path / "shards", shards("tar", index=True)))
+    table = TableDataset([{"number": 1}], "number")
+
+    def shown(dataset: Any) -> set[str]:
+        return {name for name in dir(dataset) if not name.startswith("_")}
+
+    every = {
+        "cache",
+        "close",
+        "contains",
+        "counters",
+        "decode",
+        "find",
+        "key",
+        "prefetch",
+        "transform",
+        "url",
+        "warm",
+    }
+    assert shown(objects) == every | {"listing", "on_change"}
+    labels = {"class_to_idx", "classes", "imgs", "samples", "target_transform", "targets"}
+    assert shown(photos) == shown(objects) | labels
+    assert shown(records) == every | {"shards"}
+    assert shown(table) == every | {"fields", "on_change"}
+
+
 def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
-    dataset = ObjectDataset(str(folder), len, str)
-    assert dataset[2] == "100" and bytes(dataset.payload(2)) == bytes([2]) * 100
-    assert bytes(dataset.payload(-1)) == bytes([N - 1]) * 100
+    dataset = ObjectDataset(str(folder), decode=len, transform=str)
+    assert dataset[2] == "100" and bytes(dataset._payload(2)) == bytes([2]) * 100
+    assert bytes(dataset._payload(-1)) == bytes([N - 1]) * 100
     with pytest.raises(IndexError):
-        dataset.payload(N)
+        dataset._payload(N)
     dataset.close()
 
 
@@ -53,10 +83,10 @@ def test_contains_says_whether_the_cache_has_a_sample_and_counts_no_miss(
     assert dataset.cache is not None
     assert not any(dataset.contains(index) for index in range(N))
     assert dataset[1] == bytes([1]) * 100
-    dataset.flush_cache()
+    dataset._flush_cache()
     assert [dataset.contains(index) for index in range(N)] == [index == 1 for index in range(N)]
     assert dataset.counters["cache.misses"] + dataset.cache.counters["cache.misses"] == 1
-    assert dataset.cache.lookup(dataset.cache_key(1)) is not None
+    assert dataset.cache.lookup(dataset._cache_keys(1)[0]) is not None
     dataset.close()
 
 
@@ -67,22 +97,22 @@ def test_contains_without_a_cache_is_an_error(folder: Path) -> None:
 
 def test_outstanding_counts_samples_that_were_read_ahead_and_not_used(folder: Path) -> None:
     dataset = ObjectDataset(str(folder))
-    assert dataset.outstanding() == 0
+    assert dataset._outstanding() == 0
     dataset.prefetch(range(4))
-    assert dataset.outstanding() == 4
+    assert dataset._outstanding() == 4
     dataset[0], dataset[5]
-    assert dataset.outstanding() == 3
-    dataset.cancel([1, 2])
-    wait_until(lambda: dataset.outstanding() == 1, "two were dropped")
+    assert dataset._outstanding() == 3
+    dataset._cancel([1, 2])
+    wait_until(lambda: dataset._outstanding() == 1, "two were dropped")
     dataset.close()
-    assert dataset.outstanding() == 0
+    assert dataset._outstanding() == 0
 
 
 def test_prefetch_with_an_index_out_of_range_requests_nothing(folder: Path) -> None:
     dataset = ObjectDataset(str(folder))
     with pytest.raises(IndexError):
         dataset.prefetch([0, 1, N])
-    assert dataset.outstanding() == 0
+    assert dataset._outstanding() == 0
     dataset.close()
 
 
@@ -95,7 +125,7 @@ def test_copy_of_a_dataset_in_use_has_a_prefetcher_of_its_own(
     dataset.prefetch([3])
     other = way(dataset)
     if kind is ObjectDataset or way is not copy.copy:  # a shallow copy of all attributes shares it
-        assert other.outstanding() == 0
+        assert other._outstanding() == 0
     assert other[3] == dataset[3] == bytes([3]) * 100
     other.close()
     dataset.close()
@@ -109,13 +139,13 @@ def test_forked_child_reads_with_threads_of_its_own(kind: str, folder: Path, tmp
     else:
         dataset = ObjectDataset(str(folder))
     dataset.prefetch([1, 2])
-    expected = dataset.key(1), bytes(dataset.payload(1))
+    expected = dataset.key(1), bytes(dataset._payload(1))
     child = os.fork()
     if child == 0:
-        same = dataset.outstanding() == 0 and (dataset.key(1), bytes(dataset.payload(1))) == expected
+        same = dataset._outstanding() == 0 and (dataset.key(1), bytes(dataset._payload(1))) == expected
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert dataset.outstanding() == 1
+    assert dataset._outstanding() == 1
     dataset.close()
 
 
@@ -132,7 +162,7 @@ def test_failure_of_the_process_is_no_bad_sample(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Prefetcher, "get", without_memory)
     with pytest.raises(MemoryError):
-        list(DataLoader(dataset, 4, on_error="skip"))
+        list(DataLoader(dataset, 4, on_error="repeat"))
     dataset.close()
 
 
@@ -140,14 +170,14 @@ def test_ctrl_c_while_the_cache_is_flushed_leaves_a_usable_iterator(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
-    flush, calls = ObjectDataset.flush_cache, iter(range(100))
+    flush, calls = ObjectDataset._flush_cache, iter(range(100))
 
     def interrupted(self: ObjectDataset) -> None:
         if next(calls) == 0:
             raise KeyboardInterrupt
         flush(self)
 
-    monkeypatch.setattr(ObjectDataset, "flush_cache", interrupted)
+    monkeypatch.setattr(ObjectDataset, "_flush_cache", interrupted)
     batches = iter(DataLoader(dataset, len(dataset), collate_fn=len))
     with pytest.raises(KeyboardInterrupt):
         next(batches)

@@ -18,7 +18,7 @@ from torch.utils.data import Subset, get_worker_info
 
 import fastload
 from fastload import ShardSampler
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.errors import ArgumentError, WorkerError
 from fastload.loader.stream_epoch import StreamEpoch
 from tests.loaderdata import At
@@ -369,7 +369,7 @@ class Bad:
 @pytest.mark.parametrize("kind", [Shards, RowShards])
 def test_bad_samples(kind: type[Shards], workers: int) -> None:
     bad = [(1, 3), (4, 0)]
-    for on_error in ("skip", "replace"):  # no other sample can be asked for, so both repeat a row
+    for on_error in ("repeat", "replace"):  # no other sample can be asked for, so both repeat a row
         dataset = kind(LENGTHS, deed=Bad(*bad))
         loader = fastload.DataLoader(dataset, batch_size=4, num_workers=workers, on_error=on_error)
         samples = flat(loader)
@@ -563,7 +563,7 @@ def test_states_of_what_was_handed_out_matter(monkeypatch: pytest.MonkeyPatch) -
 
 def test_looking_again_for_places_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        "fastload.workers.sources.StreamReader.start_epoch", lambda self, streamed: self.close()
+        "fastload.workers.batch.StreamReader.start_epoch", lambda self, streamed: self.close()
     )
     with pytest.raises(TypeError, match="not indexed yet"):
         test_numbered_after_the_first_epoch(RowShards, 1, True, tmp_path)

@@ -205,7 +205,7 @@ def test_errors_are_those_without_threads(workers: int, seed: int | None) -> Non
         except Exception as error:
             return type(error), str(error).split("\n")[-2:], getattr(error, "__notes__", None)
 
-    for on_error in ("raise", "skip", "replace"):
+    for on_error in ("raise", "repeat", "replace"):
         for first in (0, 6)[workers:]:
             assert outcome(on_error, 4, first) == outcome(on_error, 0, first)
 
@@ -220,7 +220,7 @@ def test_loader_that_is_closed_in_the_middle_ends_its_threads(
         iterator = iter(DataLoader(Drawing(folder), 2, num_workers=workers, threads=4, seed=seed))
         next(iterator)
         del iterator
-    assert folder.outstanding() == 0
+    assert folder._outstanding() == 0
 
 
 def test_sample_that_is_being_made_when_the_loader_is_closed_delays_nobody_for_long() -> None:
@@ -302,7 +302,7 @@ def test_samples_that_are_read_ahead_too_are_used(opened: Any, seed: int | None)
     iterator = iter(loader)
     next(iterator)
     del iterator
-    assert folder.outstanding() == 0
+    assert folder._outstanding() == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -361,13 +361,13 @@ def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
         return read(self, index)
 
     monkeypatch.setattr(Prefetcher, "_get", slow)
-    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
+    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="repeat")
     with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
         list(loader)
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_iterator_that_met_a_bad_sample_is_freed_at_once(threads: int, on_error: str) -> None:
     gc.disable()
     try:

@@ -45,7 +45,7 @@ def test_every_batch_once_and_a_view(num_workers: int, terminal: bool, how: str)
         with fastload.watch(loader, interval=SOON, console=out):
             found = torch.cat(list(loader))
     assert found.tolist() == list(range(30))
-    assert loader.loader_context.meter.tick is None
+    assert loader._context.meter.tick is None
     shown = text(out)
     assert "samples/s" in shown and "workers" in shown
     if not terminal:
@@ -78,10 +78,10 @@ def test_broken_off_and_failed(terminal: bool) -> None:
     for batch in fastload.watch(loader, console=out):
         assert batch is not None
         break
-    assert loader.loader_context.meter.tick is None
+    assert loader._context.meter.tick is None
     with pytest.raises(ZeroDivisionError):
         list(fastload.watch(loader, console=out))
-    assert loader.loader_context.meter.tick is None
+    assert loader._context.meter.tick is None
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(5, "gone"), ValueError("closed file")])

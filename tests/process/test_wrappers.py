@@ -148,10 +148,10 @@ def test_dataset_inside_cached_is_counted(
     slow_store: dict[str, Any], tmp_path: Path, num_workers: int
 ) -> None:
     inner = ImageFolder("s3://bucket", RandomResizedCrop(16), storage_options=slow_store)
-    dataset = cached(inner, Cache(tmp_path / "cache"), fingerprint="photos")
+    dataset = cached(inner, Cache(tmp_path / "cache"))
     loader: Any = DataLoader(dataset, 4, num_workers=num_workers)  # without a warning
     stats = epoch(loader)
-    dataset.close_cache()
+    dataset.close()
     assert stats["counters"]["get.samples"] == stats["counters"]["cache.misses"] == IMAGES
     assert stats["limit"] == "get" and "later epochs read the cache" in stats["verdict"]
 

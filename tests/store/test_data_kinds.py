@@ -93,7 +93,7 @@ def test_every_kind_has_a_case() -> None:
         (["warm", "{root}/table.csv"], "table needs --fields"),
         (["warm", "{root}/tokens", "--from", "tokens", "--block", "8"], "tokens needs --dtype"),
         (["warm", "{root}/folder", "--fields", "jpg"], "--fields is not for folder"),
-        (["warm", "{root}/tar", "--features", "image=bytes"], "--features is not for tar"),
+        (["warm", "{root}/tar", "--dtype", "uint16"], "--dtype is not for tar"),
         (["warm", "{root}/tar", "--fields", "{{"], "is no JSON"),
         (["warm", "{root}/tar", "--fields", "jpg?x"], "fields= has the leaf"),
         (["bench", "{root}/tar", "--from", "zip"], "'zip' is not one of"),

@@ -123,7 +123,7 @@ def test_indices_that_are_tensors_are_read_ahead_too(
     order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(dataset, 8, sampler=torch.utils.data.SubsetRandomSampler(order), collate_fn=keep)
     assert sorted(seen(loader)) == sorted(bucket.digests.values())
-    assert (dataset.outstanding() == 0) is guarded
+    assert (dataset._outstanding() == 0) is guarded
     assert (loader.stats()["counters"]["get.requests"] == IMAGES) is guarded
     dataset.close()
 
@@ -161,7 +161,7 @@ def test_a_bad_image(bucket: Bucket, tmp_path: Path, damage: str, num_workers: i
 
     with pytest.raises(DecodeError, match=key):
         list(DataLoader(dataset, 8, num_workers=num_workers))
-    for policy in ("skip", "replace"):
+    for policy in ("repeat", "replace"):
         runs = []
         for _ in range(2):
             loader = DataLoader(dataset, 8, num_workers=num_workers, on_error=policy, seed=1)
@@ -219,7 +219,7 @@ def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -
     with pytest.raises(ArgumentError, match="on_error"):
         DataLoader([1, 2], on_error="ignore")
     with pytest.raises(ArgumentError, match="iterable"):
-        DataLoader(Stream(3), on_error="skip")
+        DataLoader(Stream(3), on_error="repeat")
     with pytest.raises(ArgumentError, match="'auto', found '2'"):
         DataLoader([1, 2], num_workers="2")
 

@@ -20,7 +20,7 @@ import pytest
 
 from fastload import DataLoader, ParquetDataset, TableDataset, TarDataset
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.compression import masked_crc, zstd
+from fastload.formats.pieces import masked_crc, zstd
 from tests.patience import PATIENCE
 
 MB = 1 << 20

@@ -166,7 +166,7 @@ class Bucket:
         self.digests = sorted(hashlib.md5(path.read_bytes()).hexdigest() for path in root.rglob("*.jpg"))
 
     def run(self, cache: Cache, **options: Any) -> DataLoader[Any]:
-        dataset = ObjectDataset("s3://photos", digest, cache=cache, storage_options=self.options)
+        dataset = ObjectDataset("s3://photos", decode=digest, cache=cache, storage_options=self.options)
         return DataLoader(dataset, 8, num_workers=1, collate_fn=list, **options)
 
 
@@ -239,10 +239,12 @@ def test_the_other_run_is_killed(bucket: Bucket, tmp_path: Path) -> None:
 
 def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     """A process that holds locks and does nothing is waited for, but not for long."""
-    dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
+    dataset = ObjectDataset(
+        "s3://photos", decode=digest, cache=Cache(tmp_path), storage_options=bucket.options
+    )
     fd = _opened(tmp_path)
     held = InflightLocks(fd)
-    assert all(held.lock(dataset.cache_key(i)) for i in range(50))
+    assert all(held.lock(dataset._cache_keys(i)[0]) for i in range(50))
     start = time.monotonic()
     seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
     assert sorted(seen) == bucket.digests
@@ -262,7 +264,7 @@ def test_a_failed_read_gives_its_lock_back(tmp_path: Path) -> None:
         dataset[0]
     assert dataset[1] == b"x" * 100
     assert dataset.cache is not None
-    assert dataset.cache.lock_inflight(dataset.cache_key(0))
+    assert dataset.cache.lock_inflight(dataset._cache_keys(0)[0])
     dataset.close()
 
 
@@ -273,7 +275,7 @@ def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
     dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
     fd = _opened(tmp_path / "cache")
     other = InflightLocks(fd)
-    first, second = dataset.cache_key(0), dataset.cache_key(1)
+    first, second = dataset._cache_keys(0)[0], dataset._cache_keys(1)[0]
     assert other.lock(first) and other.lock(second)
     outcomes = dataset.warm(range(3))
     assert next(outcomes) == Warmed(2, "stored", 100)

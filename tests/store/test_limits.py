@@ -45,7 +45,9 @@ def gets(server: FaultServer) -> int:
 
 
 def dataset_of(server: FaultServer, cache: Path | None = None, **limits: Any) -> ObjectDataset:
-    return ObjectDataset("s3://bucket", value, cache=cache, storage_options={**server.options, **limits})
+    return ObjectDataset(
+        "s3://bucket", decode=value, cache=cache, storage_options={**server.options, **limits}
+    )
 
 
 def take(dataset: ObjectDataset, **arguments: Any) -> list[int]:
@@ -111,7 +113,7 @@ def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:
     assert gets(server) <= 10
 
 
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
 def test_policy_for_bad_samples_does_not_skip_a_limit(server: FaultServer, on_error: str) -> None:
     take(dataset_of(server, max_gets=9), num_workers=1, on_error=on_error)
     assert gets(server) <= 9

@@ -63,7 +63,7 @@ CHANGES = [replace, add, delete, add_class]
 
 def seen(dataset: Any) -> dict[str, bytes]:
     with contextlib.closing(dataset):
-        return {dataset.key(i): bytes(dataset.payload(i)) for i in range(len(dataset))}
+        return {dataset.key(i): bytes(dataset._payload(i)) for i in range(len(dataset))}
 
 
 @pytest.mark.parametrize("kind", [folder, objects])
@@ -101,7 +101,7 @@ def test_a_table_looks_its_objects_up_again(tmp_path: Path) -> None:
     def run(**options: Any) -> list[bytes]:
         table = TableDataset(
             rows,
-            File("image", bytes),
+            File("image", decode=bytes),
             url="s3://bucket",
             cache=tmp_path / "c",
             storage_options=server.options,
@@ -359,7 +359,7 @@ def chosen(server: FaultServer, **options: Any) -> Any:
 def table(server: FaultServer, **options: Any) -> Any:
     rows = [{"image": f"{i}.jpg"} for i in range(6)]
     return TableDataset(
-        rows, File("image", bytes), url="s3://bucket", storage_options=server.options, **options
+        rows, File("image", decode=bytes), url="s3://bucket", storage_options=server.options, **options
     )
 
 

@@ -32,7 +32,9 @@ def test_four_ranks_share_requests_memory_and_cores_and_none_starves() -> None:
             os.environ.update({name: str(value) for name, value in place.items()})
             options = server.options | {"max_requests": REQUESTS}
             dataset = ObjectDataset(
-                "s3://bucket", lambda body: int.from_bytes(bytes(body[-2:]), "big"), storage_options=options
+                "s3://bucket",
+                decode=lambda body: int.from_bytes(bytes(body[-2:]), "big"),
+                storage_options=options,
             )
             sampler = DistributedSampler(dataset, shuffle=False)
             loader = DataLoader(

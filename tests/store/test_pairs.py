@@ -89,7 +89,7 @@ def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mod
         assert_cut_alike(
             torch.stack([one["jpg"] for one in samples]), torch.stack([one["seg.png"] for one in samples])
         )
-        data.flush_cache()
+        data._flush_cache()
 
 
 def test_sample_mask_is_cut_as_torchvision_cuts_the_box_of_its_image(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_new_transform_that_the_cache_cannot_serve_is_refused(tmp_path: Path, mo
         data.transform = PAIR
     assert data[0]["seg.png"].shape == (3, 48, 48), "it works as before"
     fresh = closing(fastload.TarDataset(data.url, transform=PAIR, index=str(tmp_path / "data"), cache=cache))
-    assert fresh.cache_key(0) != data.cache_key(0)
+    assert fresh._cache_keys(0)[0] != data._cache_keys(0)[0]
     assert fresh[0]["seg.png"].shape == (1, 48, 48)
     fresh.transform = plain  # the mask's own values serve it too
 
@@ -193,8 +193,8 @@ def test_dataset_of_masks_in_a_cache_of_smaller_copies_is_refused(
 
 def test_decoding_of_masks_on_the_device_is_refused(tmp_path: Path) -> None:
     data = closing(fastload.ImageFolder(write(tmp_path, {"a/0.png": mask()}), CenterCrop(48, **MASK)))
-    with pytest.raises(ArgumentError, match="decode='dali' does not work here: the device makes RGB"):
-        DataLoader(data, 1, decode="dali")
+    with pytest.raises(ArgumentError, match="decoder='dali' does not work here: the device makes RGB"):
+        DataLoader(data, 1, decoder="dali")
 
 
 def boxes(sample: dict[str, Any]) -> int:

@@ -87,8 +87,8 @@ def test_many_readers_share_a_single_file(tmp_path: Path) -> None:
     data = closing(ParquetDataset(url, FIELDS, transform=CROP))
     found = []
     for rank in range(2):
-        for state in data.plan_streams(8, seed=3, epoch=0, shuffle=True, rank=rank, ranks=2):
-            stream = data.open_stream(state)
+        for state in data._streams().plan_streams(8, seed=3, epoch=0, shuffle=True, rank=rank, ranks=2):
+            stream = data._streams().open_stream(state)
             found.append([int(n) for _, batch in batches(data, stream) for n in batch["label"]])
             stream.close()
     assert {len(numbers) for numbers in found} == {6, 7}
@@ -103,7 +103,7 @@ def test_subset_fills_the_cache_with_whole_row_groups(
         since = len(server.requests)
         loader = fastload.DataLoader(Subset(data, [3, 40, 20, 5, 60, 41, 21]), 1)
         assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
-        data.flush_cache()
+        data._flush_cache()
         assert all(data.contains(index) for index in range(64))
         assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
         assert len(spans(server, "a.parquet", since)) == 1 + 4  # the footer, and the row groups
@@ -125,7 +125,7 @@ def test_row_lost_by_the_cache_is_read_again(tmp_path: Path) -> None:
     with FaultServer(shards("parquet")) as server:
         data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
         read(data)
-        data.flush_cache()
+        data._flush_cache()
         (tmp_path / "cache").rename(tmp_path / "gone")
         other = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
         other._reads_at_random = True
@@ -137,10 +137,10 @@ def test_cache_is_filled_before_training(tmp_path: Path) -> None:
     with FaultServer({"a.parquet": parquet(table(range(64)), 16)}) as server:
         data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
         assert data[20][1] == 20
-        data.flush_cache()
+        data._flush_cache()
         since = len(server.requests)
-        outcomes = Counter(warmed.outcome for warmed in data.warm_shards([0]))
+        outcomes = Counter(warmed.outcome for warmed in data._warm_shards([0]))
         assert outcomes == {"present": 16, "stored": 48}
         assert len(spans(server, "a.parquet", since)) == 3
-        assert not data.must_stream()
+        assert not data._streams().must_stream()
         assert at_random(data)["label"].tolist() == list(range(64))

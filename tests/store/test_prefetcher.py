@@ -144,7 +144,7 @@ def test_the_kernel_reads_cached_samples_itself_and_a_damaged_record_is_read_aga
     monkeypatch.setattr("fastload.images.crop.active", Counted)
     for damaged in (False, True):
         if damaged:
-            entry = dataset.cache.lookup(dataset.cache_key(7))
+            entry = dataset.cache.lookup(dataset._cache_keys(7)[0])
             assert entry is not None
             (segment,) = segments(tmp_path / "cache")
             with segment.open("r+b") as file:

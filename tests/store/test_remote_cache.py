@@ -60,7 +60,7 @@ def server() -> Iterator[FaultServer]:
 
 def pull_for(loader: DataLoader) -> None:
     """Let the pull of a loader's next epoch come to its end first."""
-    loader.loader_context.remote_caches.start_epoch(loader)
+    loader._context.remote_caches.start_epoch(loader)
     for remote in remote_module._remotes.get().values():
         wait_until(lambda: not any(one.is_alive() for one in remote._threads), "the keys are made")  # noqa: B023
         if (pulling := remote._running.get("pull")) is not None:
@@ -114,7 +114,7 @@ def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_pa
     iterator = iter(loader)
     other = Node(bucket, tmp_path / "other")
     other.train()
-    other.dataset.close_cache()
+    other.dataset.close()
     push(Cache(tmp_path / "other", "raw"), url)
     list(iterator)
     node.cache.clear()
@@ -267,7 +267,7 @@ def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp
     with contextlib.closing(Cache(tmp_path / "first", "raw")) as cache:
         held_out = fastload.ObjectDataset("s3://bucket/held-out", cache=cache, storage_options=server.options)
         list(DataLoader(held_out, 2, collate_fn=list))
-        held_out.flush_cache()
+        held_out._flush_cache()
         push(cache, open_store("s3://bucket/packs", **server.options))
     node = FaultyNode(server, tmp_path / "second")
     data, place = node.dataset, {"cache": node.cache, "storage_options": server.options}

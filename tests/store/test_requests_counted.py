@@ -53,7 +53,7 @@ def counted(loader: DataLoader[Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, workers: int) -> None:
-    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
     assert dataset[7] == 7
     server.script("003.bin", Fault(status=503), None)
     loader = DataLoader(dataset, 4, num_workers=workers)
@@ -68,7 +68,7 @@ def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, wo
 def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
     dataset = ObjectDataset(
         "s3://bucket",
-        first_byte,
+        decode=first_byte,
         storage_options={**server.options, "max_gets": 100, "max_egress": "1MB"},
     )
     loader = DataLoader(dataset, 8, num_workers=2, multiprocessing_context=context)
@@ -81,7 +81,7 @@ def test_started_workers_count_with_the_trainer(server: FaultServer, context: st
 
 def test_listing_of_several_pages_counts_each(server: FaultServer) -> None:
     server.objects = {f"{number:04d}.bin": b"x" for number in range(2500)}
-    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
     assert counted(DataLoader(dataset)) == seen(server) == {"store.lists": 4}
 
 
@@ -96,13 +96,13 @@ def test_heads_and_reads_of_unknown_size_count(server: FaultServer) -> None:
 
 def test_directory_bills_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"a")
-    loader = DataLoader(ObjectDataset(tmp_path, first_byte))
+    loader = DataLoader(ObjectDataset(tmp_path, decode=first_byte))
     assert len(list(loader)) == 1 and not counted(loader)
 
 
 def test_datasets_of_a_loader_are_summed_and_each_counts_once(server: FaultServer) -> None:
     first, second = (
-        ObjectDataset("s3://bucket", first_byte, storage_options={**server.options, "max_gets": most})
+        ObjectDataset("s3://bucket", decode=first_byte, storage_options={**server.options, "max_gets": most})
         for most in (100, 200)
     )
     loader = DataLoader(fastload.Mixture([first, second], [1, 1], num_samples=20), 4, num_workers=1)
@@ -114,7 +114,7 @@ def test_datasets_of_a_loader_are_summed_and_each_counts_once(server: FaultServe
 
 
 def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultServer) -> None:
-    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
     assert dataset[1] == 1
     other = pickle.loads(pickle.dumps(dataset))
     assert other[2] == 2 and view_of(dataset).budget() is not None
@@ -154,7 +154,7 @@ def warmed(server: FaultServer, url: str, cache: Path, *more: str) -> dict[str, 
 
 def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path: Path) -> None:
     dataset = ObjectDataset(
-        "s3://bucket", first_byte, cache=tmp_path / "cache", storage_options=server.options
+        "s3://bucket", decode=first_byte, cache=tmp_path / "cache", storage_options=server.options
     )
     assert sum(one.outcome == "stored" for one in dataset.warm(range(15))) == 15, "an interrupted run"
     dataset.close()
@@ -194,9 +194,9 @@ def test_quote_of_shards_that_the_cache_has_in_part_is_what_they_take(
     assert CliRunner().invoke(app, ["index", "s3://bucket/*.tar", *told(server)]).exit_code == 0
     dataset = TarDataset("s3://bucket/*.tar", cache=tmp_path / "cache", storage_options=server.options)
     assert sum(one.outcome == "stored" for one in dataset.warm(range(0, 30, 2))) == 15
-    left = dataset.left_to_warm_shards(range(3))
+    left = dataset._left_to_warm_shards(range(3))
     server.requests.clear()
-    assert sum(one.outcome == "stored" for one in dataset.warm_shards(range(3))) == 15
+    assert sum(one.outcome == "stored" for one in dataset._warm_shards(range(3))) == 15
     assert (left.objects, left.requests) == (3, 15) and seen(server) == {"store.gets": 15}
     assert left.read_bytes >= 15 * 1024
     dataset.close()

@@ -13,7 +13,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
-from fastload.errors import ArgumentError, DecodeError
 from tests.sharddata import (
     COUNTS,
     CROP,
@@ -73,17 +72,17 @@ def test_stream_of_misnamed_shards_resumes_with_the_next_record(
     """In the middle of plain and of compressed ones, whose first bytes the new stream has not read."""
     url = write(tmp_path, misnamed(kind))
     data = opened(kind, url, cycle_length=3, shuffle_buffer=30)
-    (start,) = data.plan_streams(1, seed=7, epoch=0, shuffle=True, rank=0, ranks=1)
-    whole = labels(list(batches(data, data.open_stream(start))), LABEL[kind])
+    (start,) = data._streams().plan_streams(1, seed=7, epoch=0, shuffle=True, rank=0, ranks=1)
+    whole = labels(list(batches(data, data._streams().open_stream(start))), LABEL[kind])
     for head in (3, 6, 9):
-        stream, first = data.open_stream(start), []
+        stream, first = data._streams().open_stream(start), []
         for _, batch in batches(data, stream):
             first += batch[LABEL[kind]].tolist()
             if len(first) == 16 * head:
                 break
         state = json.loads(json.dumps(stream.state()))
         again = opened(kind, url, cycle_length=3, shuffle_buffer=30)
-        rest = labels(list(batches(again, again.open_stream(state))), LABEL[kind])
+        rest = labels(list(batches(again, again._streams().open_stream(state))), LABEL[kind])
         assert [int(one) for one in first] + rest == whole
 
 
@@ -93,8 +92,8 @@ def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
     url = write(tmp_path / "shards", misnamed(kind))
     data = opened(kind, url, cache=str(tmp_path / "cache"))
     read(data)
-    data.flush_cache()
-    assert not data.must_stream()
+    data._flush_cache()
+    assert not data._streams().must_stream()
     assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
     data.close()
     data.cache.clear()  # the index too, which stays in memory
@@ -117,19 +116,6 @@ def test_index_beside_a_plain_shard_called_gz_is_used(kind: str, tmp_path: Path,
     data, places = shard(kind, range(9))
     url = write(tmp_path, {f"x.{kind}.gz": data, f"x.{kind}.gz.idx": places})
     assert at_random(opened(kind, url))[LABEL[kind]].tolist() == list(range(9))
-
-
-@pytest.mark.parametrize("compression", ["gzip", ""])
-def test_compression_that_is_given_holds_against_the_bytes(
-    kind: str, compression: str, tmp_path: Path, opened: Any
-) -> None:
-    data, _ = shard(kind, range(9))
-    url = write(tmp_path, {f"x.{kind}": data if compression else gzip.compress(data)})
-    says = "cannot be decompressed" if compression else "these are gzip data: leave out compression="
-    with pytest.raises(DecodeError, match=says):
-        read(opened(kind, url, compression=compression))
-    with pytest.raises(ArgumentError, match="by their first bytes"):
-        opened(kind, url, compression="xz")
 
 
 @pytest.mark.parametrize("writer", WRITERS)

@@ -33,13 +33,13 @@ def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
 def epoch(data: Any) -> tuple[list[int], list[str]]:
     """(labels, errors) of a streamed epoch, under what `on_error` does."""
     good, bad = [], []
-    for state in data.plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1):
-        stream = data.open_stream(state)
+    for state in data._streams().plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1):
+        stream = data._streams().open_stream(state)
         while ids := stream.take(16):
             found, errors = filled(data, ids)
             good, bad = good + found, bad + errors
         stream.close()
-    data.flush_cache()
+    data._flush_cache()
     return sorted(good), bad
 
 
@@ -88,7 +88,7 @@ def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(
             assert (sorted(again[0]), again[1]) == (sorted(good), bad)
         assert len(data) == len(good) + 1
         following = opened(kind, server, tmp_path)
-        assert following.must_stream()
+        assert following._streams().must_stream()
         assert epoch(following) == (list(range(TOTAL)), [])
         assert len(following) == TOTAL and len(opened(kind, server, tmp_path)) == TOTAL
 
@@ -105,7 +105,7 @@ def test_compressed_shard_whose_first_byte_was_damaged_on_the_way_is_read_anew(
         assert len(good) == TOTAL - COUNTS[2] and len(bad) == 1
         assert filled(data, list(range(len(data))))[1] == bad
         following = opened(kind, server, tmp_path)
-        assert following.must_stream() and epoch(following) == (list(range(TOTAL)), [])
+        assert following._streams().must_stream() and epoch(following) == (list(range(TOTAL)), [])
 
 
 def _third_header(body: bytes) -> int:
@@ -128,7 +128,7 @@ def test_damage_of_the_shard_itself_stays_and_is_looked_at_once_a_run(
         good, bad = epoch(data)
         assert len(bad) == 1
         following = opened(kind, server, tmp_path)
-        assert not following.must_stream() and len(following) == len(good) + 1
+        assert not following._streams().must_stream() and len(following) == len(good) + 1
         before = server.count(key)
         for _ in range(3):
             found, errors = filled(following, list(range(len(following))))
@@ -150,5 +150,5 @@ def test_shard_that_was_replaced_is_sound(kind: str, tmp_path: Path, opened: Any
         server.objects[key] = objects[key]
         data = opened(kind, server, tmp_path)
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
-        data.flush_cache()
+        data._flush_cache()
         assert len(data) == sum(COUNTS)

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
-from fastload.datasets.columns import as_batch, copy_value, new_column, put_value
+from fastload.datasets.sample_fields import as_batch, copy_value, new_column, put_value
 from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     ArgumentError,
@@ -60,7 +60,9 @@ def npy(array: Any, **options: Any) -> bytes:
 
 def only(tmp_path: Path, members: dict[str, bytes], **arguments: Any) -> Any:
     data = closing(fastload.TarDataset(write(tmp_path, {"x.tar": tar_of(members)}), **arguments))
-    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0])
+    stream = data._streams().open_stream(
+        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0]
+    )
     (one,) = stream.take(5)
     return data[one]
 
@@ -145,16 +147,16 @@ def test_transforms_by_field(tmp_path: Path) -> None:
         read(closing(fastload.TarDataset(str(tmp_path), transform=CROP)), workers=1)
     with pytest.raises(DecodeError, match="has no 'png'"):
         read(closing(fastload.TarDataset(str(tmp_path), transform={"png": CROP})), workers=1)
-    with pytest.raises(ArgumentError, match="pass features="):
+    with pytest.raises(ArgumentError, match="pass fields="):
         fastload.TFRecordDataset(write(tmp_path / "t", shards("tfrecord")), transform=CROP)
-    with pytest.raises(ArgumentError, match="write features="):
+    with pytest.raises(ArgumentError, match="write fields="):
         fastload.TFRecordDataset(str(tmp_path / "t"), {"image": str}, transform={"image": CROP})
 
 
 def test_sample_without_the_image_is_bad(tmp_path: Path) -> None:
     complete = {"jpg": jpeg(0), "cls": b"0"}
     url = write(tmp_path, {"x.tar": tar_of(complete, {"cls": b"2"}, complete)})
-    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 3, on_error="skip")
+    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 3, on_error="repeat")
     assert [batch["cls"].tolist() for batch in loader] == [[0, 0, 0]]
     ((_, error),) = loader.stats()["bad"]
     assert "takes one image, and sample '001' has none" in error and "x.tar @" in error
@@ -264,7 +266,7 @@ def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -
     return batch["json"]
 
 
-POLICIES = [{}, {"on_error": "skip"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
+POLICIES = [{}, {"on_error": "repeat"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
 
 
 @pytest.mark.parametrize("options", POLICIES)
@@ -307,7 +309,7 @@ def test_values_that_make_no_batch_are_no_bad_samples(
 # --- What is said ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("on_error", ["raise", "repeat", "replace"])
 @pytest.mark.parametrize(
     ("members", "says"),
     [
@@ -354,7 +356,9 @@ def test_own_collate_fn_gets_samples_with_other_members(tmp_path: Path) -> None:
 
 def failures_of(url: str, transform: Any) -> list[str]:
     data = closing(fastload.TarDataset(url, transform=transform))
-    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
+    stream = data._streams().open_stream(
+        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0]
+    )
     ids = stream.take(9)
     stream.close()
     return [

@@ -17,7 +17,7 @@ from fastload.errors import (
     DecodeError,
     NotFoundError,
 )
-from fastload.shards.urls import expand_braces, glob_pattern
+from fastload.shards.formats import expand_braces, glob_pattern
 from tests.faultserver import FaultServer
 from tests.patience import PATIENCE
 from tests.sharddata import (

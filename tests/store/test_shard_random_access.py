@@ -60,13 +60,13 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
         with pytest.raises(TypeError, match="not indexed yet"):
             data[3]
         found = read(data)
-        data.flush_cache()
+        data._flush_cache()
         pixels = {one: batch[IMAGE[kind]][row] for ids, batch in found for row, one in enumerate(ids)}
-        assert not data.must_stream() and len(data) == TOTAL
+        assert not data._streams().must_stream() and len(data) == TOTAL
         data.close()
         before = sum(server.count(key) for key in server.objects)
         for one in (data, make(), pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
-            assert not one.must_stream()
+            assert not one._streams().must_stream()
             batch = at_random(one)
             assert batch[LABEL[kind]].tolist() == list(range(TOTAL))
             for number in range(TOTAL):
@@ -82,10 +82,10 @@ def test_a_record_the_cache_lost_is_read_again(kind: str, tmp_path: Path) -> Non
         options = {"storage_options": server.options, "cache": cache, "transform": CROP}
         data = closing(dataset(kind, "s3://bucket", **options))
         read(data)
-        data.flush_cache()
+        data._flush_cache()
         assert 0 < cache.info()["entries"] < TOTAL
         assert len(data) == TOTAL
-        assert data.must_stream(), "small records, and many of them missing: streams cost fewer requests"
+        assert data._streams().must_stream(), "small records, many missing: streams cost fewer requests"
         assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
 
 
@@ -93,8 +93,8 @@ def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: st
     with FaultServer(shards(kind)) as server:
         options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
         data = closing(dataset(kind, "s3://bucket", cycle_length=1, shuffle_buffer=16, **options))
-        (state,) = data.plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1)
-        stream = data.open_stream(state)
+        (state,) = data._streams().plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1)
+        stream = data._streams().open_stream(state)
         reading = batches(data, stream)
         for _ in range(6):  # 96 of 173 records: the first shards are complete
             next(reading)
@@ -102,12 +102,12 @@ def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: st
         complete = {key for key in server.objects if key < "part-002"}
         server.requests.clear()
         again = closing(dataset(kind, "s3://bucket", **options))
-        assert again.must_stream()
+        assert again._streams().must_stream()
         assert sorted(labels(read(again, shuffle=False), LABEL[kind])) == list(range(TOTAL))
         assert not any(server.count(key) for key in complete)
         assert all(server.count(key) for key in sorted(server.objects)[3:])
-        again.flush_cache()
-        assert not again.must_stream()
+        again._flush_cache()
+        assert not again._streams().must_stream()
 
 
 @pytest.mark.parametrize("end", [".gz", ".zlib"])
@@ -116,8 +116,8 @@ def test_compressed_shards_are_random_from_the_cache(kind: str, end: str, tmp_pa
     options = {"cache": str(tmp_path / "cache"), "transform": CROP}
     data = closing(dataset(kind, f"{url}/*{end}", **options))
     read(data)
-    data.flush_cache()
-    assert not data.must_stream()
+    data._flush_cache()
+    assert not data._streams().must_stream()
     assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
     data.close()
     data.cache.clear()  # the index too, which stays in memory
@@ -128,14 +128,14 @@ def test_indexes_of_other_ranks_are_taken_over_and_kept(kind: str, tmp_path: Pat
     url = write(tmp_path / "shards", shards(kind))
     ours = closing(dataset(kind, url, cache=str(tmp_path / "ours"), transform=CROP))
     read(ours)
-    indexes = ours.known_indexes()
+    indexes = ours._streams().known_indexes()
     assert sorted(indexes) == list(range(len(COUNTS)))
     theirs = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     damaged = {shard: index[:-1] + b"?" for shard, index in indexes.items()}
-    theirs.learn_indexes(damaged | {99: indexes[0]})
+    theirs._streams().learn_indexes(damaged | {99: indexes[0]})
     with pytest.raises(TypeError):
         len(theirs)
-    theirs.learn_indexes(indexes)
+    theirs._streams().learn_indexes(indexes)
     assert len(theirs) == TOTAL
     worker = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     assert len(worker) == TOTAL, "kept where this node's processes find them"
@@ -145,18 +145,17 @@ def test_damaged_and_foreign_index_files_of_the_cache_are_not_used(kind: str, tm
     url = write(tmp_path / "shards", shards(kind))
     data = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
     read(data)
-    data.flush_cache()
+    data._flush_cache()
     data.close()
     kept = sorted((tmp_path / "cache" / "manifests").glob("*.places"))
     assert len(kept) == len(COUNTS)
     kept[0].write_bytes(kept[1].read_bytes())
     kept[2].write_bytes(kept[2].read_bytes()[:-5])
     again = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
-    assert again.must_stream() and len(list((tmp_path / "cache" / "manifests").glob("*.places"))) < len(
-        COUNTS
-    )
+    assert again._streams().must_stream()
+    assert len(list((tmp_path / "cache" / "manifests").glob("*.places"))) < len(COUNTS)
     assert sorted(labels(read(again), LABEL[kind])) == list(range(TOTAL))
-    assert not again.must_stream()
+    assert not again._streams().must_stream()
 
 
 # --- Index files -------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ def test_index_files_make_it_a_map_at_once(kind: str, tmp_path: Path) -> None:
         data = closing(dataset(kind, "s3://bucket", **options))
         assert len(data) == TOTAL and data[-1][LABEL[kind]] == TOTAL - 1
         assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
-        assert data.must_stream(), "records of 2 KB, and no cache: streams cost fewer requests"
+        assert data._streams().must_stream(), "records of 2 KB, and no cache: streams cost fewer requests"
         assert sorted(labels(read(data, workers=7, ranks=2), LABEL[kind])) == list(range(TOTAL))
         counts = [len(labels(read_one(data, stream, 14), LABEL[kind])) for stream in range(14)]
         assert max(counts) - min(counts) <= 1, "ranges within shards: streams are equal within one"
@@ -178,8 +177,8 @@ def test_index_files_make_it_a_map_at_once(kind: str, tmp_path: Path) -> None:
 
 
 def read_one(data: Any, number: int, streams: int) -> list[tuple[list[int], Any]]:
-    state = data.plan_streams(streams, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)[number]
-    stream = data.open_stream(state)
+    state = data._streams().plan_streams(streams, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)[number]
+    stream = data._streams().open_stream(state)
     found = list(batches(data, stream))
     stream.close()
     return found
@@ -235,7 +234,7 @@ def test_cached_shards_are_not_read_again_unless_guard_removed(
         options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
         data = closing(dataset(kind, "s3://bucket", **options))
         read(data)
-        data.flush_cache()
+        data._flush_cache()
         server.requests.clear()
         if removed:
             monkeypatch.setattr(reader.CachedReader, "complete", lambda cached: False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastload.cli.demo.s3_server import serve_s3
-from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.views import StreamDataset
 from fastload.errors import (
     ArgumentError,
     ObjectChangedError,
@@ -53,7 +53,7 @@ def test_streams_give_every_record_once(
 ) -> None:
     url = write(tmp_path, shards(kind, end=end))
     data = closing(dataset(kind, f"{url}/*", transform=CROP, cycle_length=3, shuffle_buffer=50))
-    assert isinstance(data, StreamDataset) and data.must_stream()
+    assert isinstance(data._streams(), StreamDataset) and data._streams().must_stream()
     orders = []
     for workers, ranks in ((1, 1), (3, 2), (9, 1)):
         found = read(data, workers=workers, ranks=ranks, shuffle=shuffle)
@@ -100,18 +100,17 @@ def test_a_state_goes_on_with_the_very_next_record(
     arguments: dict[str, Any] = {
         "transform": CROP,
         "cycle_length": 3,
-        "block_length": 2,
         "shuffle_buffer": 40,
     }
     if cached:
         arguments["cache"] = str(tmp_path / "cache")
     data = closing(dataset(kind, f"{url}/*", **arguments))
-    (start,) = data.plan_streams(1, seed=7, epoch=2, shuffle=True, rank=0, ranks=1)
-    stream = data.open_stream(start)
+    (start,) = data._streams().plan_streams(1, seed=7, epoch=2, shuffle=True, rank=0, ranks=1)
+    stream = data._streams().open_stream(start)
     states, ids = [stream.state()], []
     draw = random.Random(end)
     while taken := stream.take(draw.randrange(1, 12)):
-        data.cancel(taken)
+        data._cancel(taken)
         ids += taken
         states.append(json.loads(json.dumps(stream.state())))
         assert len(json.dumps(states[-1])) < 2000
@@ -124,18 +123,18 @@ def test_a_state_goes_on_with_the_very_next_record(
     other = closing(dataset(kind, f"{url}/*", **arguments))
     for state in [*draw.sample(states, 6), states[0], states[-1]]:
         number = position[json.dumps(state)]
-        resumed = other.open_stream(state)
+        resumed = other._streams().open_stream(state)
         left = []
         while taken := resumed.take(9):
-            other.cancel(taken)
+            other._cancel(taken)
             left += taken
         resumed.close()
         assert left == ids[len(ids) - len(left) :]
         assert len(left) == len(ids) - sum_before(states, number, data, start)
     with pytest.raises(ArgumentError, match="other shards"):
-        closing(dataset(kind, f"{url}/part-00[0-3]*", **arguments)).open_stream(states[3])
+        closing(dataset(kind, f"{url}/part-00[0-3]*", **arguments))._streams().open_stream(states[3])
     for given in (-1, 1000):
-        stream = other.open_stream(states[3] | {"at": states[3]["at"] | {"given": given}})
+        stream = other._streams().open_stream(states[3] | {"at": states[3]["at"] | {"given": given}})
         with pytest.raises(
             ArgumentError, match=f"{given} records into a block that has 40 here.*shuffle_buffer"
         ):
@@ -145,10 +144,10 @@ def test_a_state_goes_on_with_the_very_next_record(
 
 def sum_before(states: list[Any], number: int, data: Any, start: Any) -> int:
     """How many records had been handed out at a state, counted by reading again."""
-    stream = data.open_stream(start)
+    stream = data._streams().open_stream(start)
     count = 0
     while json.loads(json.dumps(stream.state())) != states[number]:
-        data.cancel(stream.take(1))
+        data._cancel(stream.take(1))
         count += 1
     stream.close()
     return count

@@ -178,7 +178,7 @@ def test_two_repositories_chosen_by_options_share_no_cache(hub: type[Hub], tmp_p
     for repo, body in (("x", b"AAAA"), ("y", b"BBBB"), ("x", b"AAAA")):
         dataset = fastload.ObjectDataset("hub://data", cache=tmp_path / "c", storage_options={"repo": repo})
         assert dataset[0] == body
-        dataset.flush_cache()
+        dataset._flush_cache()
         dataset.close()
 
 
@@ -263,7 +263,7 @@ def test_objects_without_versions_are_read_and_not_cached(
         assert dataset[0] == body
         with pytest.raises(ArgumentError, match="nothing is cached"):
             next(dataset.warm([0]))
-        dataset.flush_cache()
+        dataset._flush_cache()
         dataset.close()
     assert not list(cache.rglob("*.manifest"))
 

@@ -282,7 +282,7 @@ def test_warming_waits_for_a_full_queue(
     dataset = ObjectDataset(str(folder), cache=tmp_path / "other")
     for i in range(40):
         assert dataset[i] == bytes([i]) * 50_000
-    dataset.flush_cache()
+    dataset._flush_cache()
     assert dataset.counters["cache.dropped"] > 0
     dataset.close()
 
@@ -301,11 +301,11 @@ def test_object_too_large_for_a_record_is_skipped(
     """One above 1 GiB, for which a smaller limit stands here. Mode "decoded" finds out by reading it."""
     monkeypatch.setattr("fastload.cache.cache.MAX_PAYLOAD", 60_000)
     (folder / "01").write_bytes(b"x" * 60_001)
-    dataset = ObjectDataset(str(folder), bytes, cache=Cache(tmp_path / "cache", mode))
+    dataset = ObjectDataset(str(folder), decode=bytes, cache=Cache(tmp_path / "cache", mode))
     assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
     assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
     assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
-    assert dataset.cache.lock_inflight(dataset.cache_key(1)), "its in-flight lock was given back"
+    assert dataset.cache.lock_inflight(dataset._cache_keys(1)[0]), "its in-flight lock was given back"
     dataset.close()
     dataset.cache.close()
 
@@ -316,7 +316,7 @@ def test_object_too_large_for_the_free_space_is_skipped(folder: Path, tmp_path: 
     (folder / "05").write_bytes(b"x" * 400_000)
     (folder / "06").write_bytes(b"x" * 900_000)
     cache = Cache(tmp_path / "cache", mode, size_limit=1_020_000)
-    dataset = ObjectDataset(str(folder), bytes, cache=cache)
+    dataset = ObjectDataset(str(folder), decode=bytes, cache=cache)
     found = outcomes_of(dataset, 40)
     # 600 KB are left for the small ones, of 50,080 bytes: five are there before, seven come after.
     assert found[:20] == [*["stored"] * 6, "too large", *["stored"] * 7, *found[14:20]]
@@ -329,7 +329,7 @@ def test_object_too_large_for_the_free_space_is_skipped(folder: Path, tmp_path: 
 def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_path: Path) -> None:
     (folder / "00").write_bytes(b"x" * 900_000)
     dataset = ObjectDataset(
-        str(folder), bytes, cache=Cache(tmp_path / "cache", "decoded", size_limit="300KB")
+        str(folder), decode=bytes, cache=Cache(tmp_path / "cache", "decoded", size_limit="300KB")
     )
     found = outcomes_of(dataset, 40)
     assert found[0] == "too large" and found.count("stored") == 5 and found[-1] == "full"
@@ -365,7 +365,7 @@ def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
     assert "NotFoundError" in outcomes[7].error
     (folder / "07").write_bytes(b"x")
-    assert dataset.cache.lock_inflight(dataset.cache_key(7)), "its in-flight lock was given back"
+    assert dataset.cache.lock_inflight(dataset._cache_keys(7)[0]), "its in-flight lock was given back"
     dataset.close()
 
 
@@ -375,7 +375,7 @@ def test_closing_the_iterator_keeps_stored_records(folder: Path, tmp_path: Path)
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
     outcomes.close()  # type: ignore[attr-defined]
     assert dataset.cache.info()["entries"] == 10
-    assert all(dataset.cache.lock_inflight(dataset.cache_key(i)) for i in range(10, 40))
+    assert all(dataset.cache.lock_inflight(dataset._cache_keys(i)[0]) for i in range(10, 40))
     dataset.close()
 
 

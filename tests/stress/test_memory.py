@@ -47,7 +47,7 @@ def decode(data):
 
 if __name__ == "__main__":
     case = json.loads(sys.argv[1])
-    dataset = ObjectDataset(case["url"], decode, fingerprint="1", storage_options=case["options"])
+    dataset = ObjectDataset(case["url"], decode=decode, storage_options=case["options"])
     loader = DataLoader(dataset, batch_size=8, shuffle=True, **case["arguments"])
     gc.collect()
     gc.freeze()

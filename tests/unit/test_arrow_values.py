@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fastload.datasets.arrow_values import check_type, is_numeric, to_python, why_not_number
+from fastload.datasets.arrow import check_type, is_numeric, to_python, why_not_number
 from fastload.errors import ArgumentError
 
 GRIDS = np.arange(12, dtype=np.float32).reshape(2, 2, 3)

@@ -201,7 +201,7 @@ def test_avif_in_every_cache_mode(library: str, mode: str, tmp_path: Path) -> No
                 for (image, *_), expected in zip(samples, (turned, plain), strict=False):
                     assert psnr(image.numpy(), expected) > 22
                 assert len(samples) == (2 if isinstance(dataset, ImageFolder) else 1)
-                dataset.flush_cache()
+                dataset._flush_cache()
 
 
 def _upright(image: Image.Image) -> np.ndarray[Any, Any]:
@@ -219,7 +219,7 @@ def test_objects_go_by_their_content_not_their_name(library: str, mode: str, tmp
         with closing(ObjectDataset(str(tmp_path / "photos"), transform=crop, cache=cache)) as dataset:
             for image in (dataset[0], dataset[1]):
                 assert psnr(image.numpy(), FIRST) > 25
-            dataset.flush_cache()
+            dataset._flush_cache()
 
 
 @needs_heic
@@ -232,7 +232,7 @@ def test_heic_in_every_cache_mode(mode: str, tmp_path: Path) -> None:
     for _ in range(2):  # made anew, and from the cache
         with closing(ObjectDataset(str(tmp_path / "photos"), transform=crop, cache=cache)) as dataset:
             assert psnr(dataset[0].numpy(), np.rot90(FIRST, -1)) > 25
-            dataset.flush_cache()
+            dataset._flush_cache()
 
 
 def test_avif_under_a_fused_transform_is_cut_like_its_pixels(library: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import DecodeError
-from fastload.formats.jpeg_records import DCT_MAGIC
+from fastload.formats.jpeg import DCT_MAGIC
 from fastload.images import decode_image, decode_pil
 from fastload.images import kernel as native
 from fastload.images.dct import available, to_dct

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.errors import DecodeError
+from fastload.formats.jpeg import is_plain_jpeg
 from fastload.gpu.decoding import Decoding
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
-from fastload.images.headers import is_plain_jpeg
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary
@@ -157,10 +157,12 @@ def test_bad_images_are_found_where_they_are_read() -> None:
     """Damaged headers, cut files, no images and too large ones: errors of `fill`, each with its position."""
     good = variants()["420"]
     images = [good, good[:-40], b"", b"<html>", good[:30], png(Image.fromarray(scene(9, 9)))[:50]]
-    batch = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119, flip=0.5), len(images), ordinary)
+    crop, smaller = RandomResizedCrop(16, flip=0.5), RandomResizedCrop(16, flip=0.5)
+    crop._max_pixels, smaller._max_pixels = 161 * 119, 161 * 119 - 1
+    batch = EncodedBatch(crop, len(images), ordinary)
     failures = batch.fill(range(len(images)), images, range(len(images)), "abcdef")
     assert [position for position, _ in failures] == [1, 2, 3, 4, 5]
-    small = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119 - 1, flip=0.5), 1, ordinary)
+    small = EncodedBatch(smaller, 1, ordinary)
     [(position, error)] = small.fill([0], [good], [0], ["a"])
     assert position == 0 and "max_pixels" in str(error)
 
@@ -182,13 +184,13 @@ def test_on_error_where_no_decoder_can_decode() -> None:
     with pytest.raises(DecodeError, match="bad") as caught:
         decode_by_kernel(encoded, "raise")
     assert caught.value.key == "bad.jpg"
-    images, bad = decode_by_kernel(encoded, "skip")
+    images, bad = decode_by_kernel(encoded, "repeat")
     assert [key for key, _ in bad] == ["bad.jpg"]
     assert any(torch.equal(images[1], images[row]) for row in (0, 2))
     alone = EncodedBatch(crop, 1, ordinary)
     alone.fill([0], [_damaged(good)], [0], ["bad.jpg"])
     with pytest.raises(DecodeError, match="bad"):
-        decode_by_kernel(alone.finish(), "skip")
+        decode_by_kernel(alone.finish(), "repeat")
 
 
 class _Recorder(Decoding):

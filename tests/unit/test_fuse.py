@@ -331,7 +331,7 @@ def test_every_cache_mode_serves_it(folder: Path, tmp_path: Path, mode: str, com
     for _ in range(2):
         for images, labels in DataLoader(data, 8, seed=1):
             assert images.shape == (8, 3, 48, 48) and images.dtype is torch.float32 and labels.shape == (8,)
-        data.flush_cache()
+        data._flush_cache()
     data.close()
 
 
@@ -396,7 +396,7 @@ def test_epochs_objects_and_device_decoding(folder: Path) -> None:
     with pytest.raises(
         ArgumentError, match=r"the device makes RGB .* Normalize as batch_transform=; found tran"
     ):
-        DataLoader(images, 8, decode="dali")
+        DataLoader(images, 8, decoder="dali")
 
 
 def test_fused_image_and_mask_are_cut_alike_with_and_without_kept_steps(tmp_path: Path) -> None:

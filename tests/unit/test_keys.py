@@ -58,7 +58,7 @@ def test_objects_with_and_without_keys_share_their_cache_records(tree: Path, tmp
     every = ObjectDataset(str(tree), cache=Cache(tmp_path / "cache"))
     chosen = ObjectDataset(str(tree), keys=KEYS, cache=every.cache)
     number = [every.key(index) for index in range(len(every))].index(KEYS[0])
-    assert chosen.cache_key(0) == chosen.cache_key(2) == every.cache_key(number)
+    assert chosen._cache_keys(0)[0] == chosen._cache_keys(2)[0] == every._cache_keys(number)[0]
     assert every[number] and every.cache is not None and every.cache.flush()
     assert chosen.contains(2) and not chosen.contains(1)
     chosen.close()
@@ -170,7 +170,7 @@ def bound(data: bytes, prefix: str, key: str) -> Any:
 @pytest.mark.parametrize("mode", ["raw", "decoded"])
 @pytest.mark.parametrize("decode", [keyed, Method(), functools.partial(bound, prefix="")])
 def test_decode_with_a_parameter_key_gets_the_key(tree: Path, tmp_path: Path, decode: Any, mode: Any) -> None:
-    dataset = ObjectDataset(str(tree), decode, cache=Cache(tmp_path / "cache", mode))
+    dataset = ObjectDataset(str(tree), decode=decode, cache=Cache(tmp_path / "cache", mode))
     for _ in range(2):  # prepared, then from the cache
         assert dataset[1] == ("a/1.jpg", (tree / "a/1.jpg").stat().st_size)
         assert dataset.cache is not None and dataset.cache.flush()
@@ -184,10 +184,10 @@ def test_decoded_records_of_equal_objects_are_kept_by_key(tmp_path: Path) -> Non
     root.mkdir()
     for name in "ab":
         (root / name).write_bytes(b"same")
-    dataset = ObjectDataset(str(root), keyed, cache=Cache(tmp_path / "cache", "decoded"))
+    dataset = ObjectDataset(str(root), decode=keyed, cache=Cache(tmp_path / "cache", "decoded"))
     for _ in range(2):
         assert [dataset[0], dataset[1]] == [("a", 4), ("b", 4)]
-        dataset.flush_cache()
+        dataset._flush_cache()
     dataset.close()
 
 
@@ -195,7 +195,7 @@ def test_decoded_records_of_equal_objects_are_kept_by_key(tmp_path: Path) -> Non
     "decode", [len, bytes, lambda data, key="mine": key, functools.partial(keyed, key="mine")]
 )
 def test_decode_without_a_key_is_called_as_ever(tree: Path, decode: Any) -> None:
-    dataset = ObjectDataset(str(tree), decode)
+    dataset = ObjectDataset(str(tree), decode=decode)
     expected = decode((tree / "a/0.jpg").read_bytes())
     assert dataset[0] == expected
     dataset.close()

@@ -107,7 +107,7 @@ def test_node_comes_from_the_launcher(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert DistributedSampler(range(80), partition="node").place == place
+    assert DistributedSampler(range(80), partition="node")._place == place
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_ray_train_says_rank_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (BATCH_STEP | {"PMI_RANK": "0", "PMI_SIZE": "1"}).items():
         monkeypatch.setenv(name, value)  # of the daemon
     assert find_rank() == (5, 8) and local_ranks() == 4
-    assert DistributedSampler(range(80), partition="node").place == (1, 1, 2)
+    assert DistributedSampler(range(80), partition="node")._place == (1, 1, 2)
 
 
 def test_ranks_that_a_script_starts_do_not_take_their_parents_variables_for_theirs(

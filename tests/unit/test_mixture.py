@@ -253,8 +253,8 @@ class History:
     def begin_iteration(self) -> None:
         """As a loader does: it says what it has handed out from the beginning on."""
         for sampler in self.samplers:
-            sampler.start_epoch()
-            sampler.handed_out(sampler.state_dict())
+            sampler._start_epoch()
+            sampler._note_delivered(sampler.state_dict())
         self.iterators = [iter(sampler) for sampler in self.samplers]
         self.states = [self.samplers[0].state_dict()]
 
@@ -294,7 +294,7 @@ class History:
         return lap * _LAP + sum(before) + position
 
     def set_weights(self) -> None:
-        if not all(mixture.reader for mixture in self.mixtures):
+        if not all(mixture._proportions.reader for mixture in self.mixtures):
             return  # before anything is read they are as given to the constructor
         weights = self.random_weights()
         for mixture in self.mixtures:
@@ -309,7 +309,7 @@ class History:
         return self.states[max(0, len(self.states) - self.rng.choice([1, 1, 2, 5, 9]))]
 
     def kill(self) -> None:
-        state = self.samplers[0].with_changes(self.handed_out())
+        state = self.samplers[0]._with_changes(self.handed_out())
         simulation, at = self.simulation, state["drawn"]
         if at in simulation.seen:
             simulation.place = replace(simulation.seen[at], epoch=state["epoch"], consumed=state["consumed"])
@@ -338,9 +338,9 @@ class History:
             return
         state, simulation = self.handed_out(), self.simulation
         for sampler in self.samplers:
-            sampler.handed_out(state)
-            sampler.give_back()
-            sampler.start_epoch()
+            sampler._note_delivered(state)
+            sampler._rewind()
+            sampler._start_epoch()
         later = [when for when in simulation.changes if when >= state["drawn"]]
         place = simulation.seen[state["drawn"]]
         simulation.place = replace(place, epoch=self.samplers[0].epoch, consumed=0)

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
+from fastload.formats.jpeg import exif_of, jpeg_orientation, with_orientation
 from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import open_smaller
-from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
@@ -73,7 +73,7 @@ def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
             for (key, _), (image, _) in zip(dataset.samples, dataset, strict=False):
                 expected = upright(Image.open(tmp_path / "photos" / key))
                 assert psnr(image, expected) > 24, key
-            dataset.flush_cache()
+            dataset._flush_cache()
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk"])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.formats.compression import zstd
+from fastload.formats.pieces import zstd
 from tests.data.make_formats import COUNT, describe, encoded, pixels
 
 DATA = Path(__file__).parent.parent / "data" / "formats"
@@ -260,7 +260,7 @@ def test_damaged_sample_is_one_error_with_its_place(copied: Callable[[str], Path
 @pytest.mark.parametrize("column", ["h_any", "i_pil", "l_array", "l_pils", "m_json", "f_float16"])
 def test_damaged_value_is_an_error_that_names_its_column(column: str) -> None:
     dataset = made("mds")
-    fields = dataset._fields.split(memoryview(dataset.payload(1)))
+    fields = dataset._fields.split(memoryview(dataset._payload(1)))
     for damaged in (b"", b"\xff" * 40, bytes(fields[column])[:-1]):
         with pytest.raises(DecodeError, match=f"column '{column}'"):
             dataset._fields.open(column, memoryview(damaged))
@@ -269,7 +269,7 @@ def test_damaged_value_is_an_error_that_names_its_column(column: str) -> None:
 @pytest.mark.parametrize("leaf", ["numpy", "tensor", "flat_numpy", "int", "jpegs", "pil", "json"])
 def test_damaged_leaf_is_an_error_that_names_it(leaf: str) -> None:
     dataset = made("lit")
-    fields = dataset._fields.split(memoryview(dataset.payload(1)))
+    fields = dataset._fields.split(memoryview(dataset._payload(1)))
     for damaged in (b"\xff" * 41, bytes(fields[leaf])[:-1]):
         with pytest.raises(DecodeError, match=leaf):
             dataset._fields.open(leaf, memoryview(damaged))

@@ -87,12 +87,12 @@ def test_fused_transform_writes_batches_as_torch_collates_them(url: str) -> None
 
 def test_decode_of_a_column_gets_its_value(url: str) -> None:
     decode = {"image": len, "name": str.upper}
-    data = closing(ParquetDataset(url, ("image", "name"), decode))
+    data = closing(ParquetDataset(url, ("image", "name"), decode=decode))
     assert data[3] == (len(jpeg(3)), "N3")
 
 
 def test_decode_of_the_row_gets_encoded_fields(url: str) -> None:
-    data = closing(ParquetDataset(url, ("image", "label"), lambda row: (row["label"], row["image"])))
+    data = closing(ParquetDataset(url, ("image", "label"), decode=lambda row: (row["label"], row["image"])))
     assert data[3] == (3, jpeg(3))
 
 
@@ -114,7 +114,7 @@ def test_damaged_image_of_hugging_face_is_a_decode_error_of_its_row(tmp_path: Pa
         data[1]
     found = [
         int(label)
-        for _, column in fastload.DataLoader(data, 2, on_error="skip", shuffle=True)
+        for _, column in fastload.DataLoader(data, 2, on_error="repeat", shuffle=True)
         for label in column
     ]
     assert set(found) == {0, 2}
@@ -128,7 +128,7 @@ def test_null_is_none_for_text_and_an_error_for_numbers(tmp_path: Path) -> None:
     assert closing(ParquetDataset(data.url, "text"))[1] is None
     with pytest.raises(DecodeError, match="column 'v' has a null in its list"):
         closing(ParquetDataset(data.url, "v"))[1]
-    zero = closing(ParquetDataset(data.url, "n", {"n": lambda value: value or 0}))
+    zero = closing(ParquetDataset(data.url, "n", decode={"n": lambda value: value or 0}))
     assert [zero[0], zero[1]] == [1, 0]
 
 
@@ -163,7 +163,7 @@ def test_packed_row_holds_its_values() -> None:
 def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle: bool) -> None:
     """Also with more readers than files and row groups."""
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=3, shuffle_buffer=50))
-    assert data.must_stream()
+    assert data._streams().must_stream()
     found = labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
     assert sorted(found) == list(range(TOTAL))
     assert found == labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), "label")
@@ -185,7 +185,7 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     cache = Cache(tmp_path / "cache")
     first = closing(ParquetDataset(url, ("label",), cache=cache))
     read(first)
-    first.flush_cache()
+    first._flush_cache()
     assert first.contains(3)
     assert closing(ParquetDataset(url, "label", cache=cache)).contains(3)
     other = closing(ParquetDataset(url, ("label", "name"), cache=cache))
@@ -196,7 +196,7 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
 def test_lossless_cache_keeps_all_rows_of_a_row_group_for_one(url: str, tmp_path: Path, mode: Any) -> None:
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=Cache(tmp_path, mode)))
     assert not data.contains(0) and data[1][1] == 1
-    data.flush_cache()
+    data._flush_cache()
     assert data.contains(0) and data[0][1] == 0
 
 
@@ -235,10 +235,10 @@ def test_damaged_row_group_is_read_once_for_its_rows() -> None:
 
 def test_saved_state_of_other_filters_is_refused(url: str) -> None:
     data = closing(ParquetDataset(url, "label"))
-    (state,) = data.plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
+    (state,) = data._streams().plan_streams(1, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)
     other = closing(ParquetDataset(url, "label", filters=[("label", ">", 3)]))
     with pytest.raises(ArgumentError, match="filters="):
-        other.open_stream(state)
+        other._streams().open_stream(state)
 
 
 # --- Filters -----------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_damaged_row_group_is_an_error_of_each_of_its_rows(tmp_path: Path) -> No
     data = one(tmp_path, bytes(body), fields=("image", "label"), transform=CROP)
     with pytest.raises(DecodeError, match=r"a\.parquet @ 1\d.*row group 1 cannot be read"):
         read(data)
-    loader = fastload.DataLoader(data, 36, on_error="skip", shuffle=True)
+    loader = fastload.DataLoader(data, 36, on_error="repeat", shuffle=True)
     found = {int(label) for _, column in loader for label in column}
     assert found == {*range(12), *range(24, 36)}
     with pytest.raises(DecodeError, match=r"a\.parquet @ 14.*row group 1 cannot be read"):
@@ -418,7 +418,7 @@ def test_bad_row_harms_no_other_row_of_its_row_group(tmp_path: Path, mode: Any) 
 
 
 def test_missing_pyarrow_is_an_error_with_the_command(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow_values", raising=False)
+    monkeypatch.delitem(sys.modules, "fastload.datasets.arrow", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
         ParquetDataset(url)
@@ -479,7 +479,7 @@ def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path, branch: str) -> 
             )
         )
         assert sorted(int(n) for n, _ in _rows(read(data))) == list(range(TOTAL))
-        data.flush_cache()
-        assert data.contains(3) and not data.must_stream()
+        data._flush_cache()
+        assert data.contains(3) and not data._streams().must_stream()
     finally:
         sys.modules["fsspec.registry"]._registry.pop("hf")

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastload.cli.convert.sample_forms import member_key, split_name
+from fastload.formats.jpeg import jpeg_orientation
 from fastload.formats.tar import sample_name
-from fastload.images.headers import jpeg_orientation
 from fastload.order.state import _CLASS
-from fastload.shards.formats import FORMATS, title_of
-from fastload.shards.urls import _INDEX_FILES, glob_pattern
+from fastload.shards.formats import _INDEX_FILES, FORMATS, glob_pattern, title_of
 from fastload.store.failures import StoreLocation, as_bucket, redacted
 
 _LARGEST = 1 << 20

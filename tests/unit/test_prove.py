@@ -14,7 +14,7 @@ import fastload
 from fastload import DataLoader, DistributedSampler, prove
 from fastload.cli.app import app
 from fastload.errors import ArgumentError
-from fastload.trace.log_writer import log_name
+from fastload.trace.sample_log import log_name
 from tests.loaderdata import Numbers
 
 COUNT = 48

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from fastload.errors import DecodeError
-from fastload.formats.compression import Inflater, zstd
-from fastload.formats.pieces import Record
+from fastload.formats.pieces import Inflater, Record, zstd
 from fastload.formats.tar import TarSplitter
 
 PIECE = 1 << 20

@@ -64,7 +64,7 @@ def test_class_as_transform_of_a_dataset_is_refused(photos: str, kind: type, wor
 @every_class
 def test_class_as_decode_of_a_dataset_is_refused(photos: str, kind: type, words: str) -> None:
     with pytest.raises(ArgumentError, match=f"decode is a class: write {words}"):
-        ObjectDataset(photos, kind)
+        ObjectDataset(photos, decode=kind)
 
 
 @every_class
@@ -108,8 +108,8 @@ class Sample:
 
 def test_other_classes_are_callables_like_any_other(photos: str) -> None:
     assert isinstance(ImageFolder(photos, Sample)[0][0], Sample)
-    assert isinstance(ObjectDataset(photos, Sample)[0], Sample)
-    assert isinstance(ObjectDataset(photos, bytes, bytearray)[0], bytearray)
+    assert isinstance(ObjectDataset(photos, decode=Sample)[0], Sample)
+    assert isinstance(ObjectDataset(photos, decode=bytes, transform=bytearray)[0], bytearray)
     [batch] = DataLoader(TensorDataset(torch.zeros(3)), 3, batch_transform=Sample)
     assert isinstance(batch, Sample)
     for value in (None, len, Sample, dict, 3, "text", fastload.CenterCrop(4)):

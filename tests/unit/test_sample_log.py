@@ -18,7 +18,7 @@ from fastload import DataLoader, DistributedSampler
 from fastload.cli.app import app
 from fastload.errors import ArgumentError
 from fastload.formats.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, rank_of
-from fastload.trace.log_writer import log_name
+from fastload.trace.sample_log import log_name
 from tests.loaderdata import Numbers
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -150,7 +150,7 @@ def test_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fastload.trace.log_writer.os.write", full)
+    monkeypatch.setattr("fastload.trace.sample_log.os.write", full)
     with pytest.warns(UserWarning, match="ends here") as warned:
         for _ in range(2):
             assert len(list(loader)) == 5
@@ -192,12 +192,12 @@ def test_argument_that_is_no_path_is_refused() -> None:
 
 @pytest.mark.parametrize("indices", [[], [0, 5], [-(2**31), 2**31 - 1], [2**31, -1], [7 << 32 | 3]])
 def test_step_reads_back_as_it_was_written(indices: list[int]) -> None:
-    witnesses = np.arange(len(indices), dtype=np.uint64) + np.uint64(2**64 - 3)
-    step = LoggedStep(2**40, 3, 2**31, np.array(indices, np.int64), witnesses)
+    fingerprints = np.arange(len(indices), dtype=np.uint64) + np.uint64(2**64 - 3)
+    step = LoggedStep(2**40, 3, 2**31, np.array(indices, np.int64), fingerprints)
     (read,) = [frame for _, frame in frames(bytes(16) + step.dump())]
     assert read[:3] == step[:3]
     assert read.indices.tolist() == indices
-    assert read.witnesses.tolist() == witnesses.tolist()
+    assert read.fingerprints.tolist() == fingerprints.tolist()
 
 
 RUN = {"run_step": 0, "time": 1.0, "world_size": 1}

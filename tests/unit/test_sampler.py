@@ -58,7 +58,7 @@ def test_rank_that_torch_distributed_tells_later(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    for begin in (before.start_epoch, lambda: list(before)):
+    for begin in (before._start_epoch, lambda: list(before)):
         with pytest.raises(ArgumentError, match=r"rank 0 of 1, and this process is rank 1 of 2: make the"):
             begin()
     assert len(list(given)) == 10 and len(list(DistributedSampler(range(10)))) == 5
@@ -315,7 +315,7 @@ class Run(RuleBasedStateMachine):
     def restore(self, world: int) -> None:
         if self.iterators is None:
             for sampler in self.samplers:
-                sampler.start_epoch()
+                sampler._start_epoch()
         state = json.loads(json.dumps(self.samplers[0].state_dict()))
         self.samplers = ranks(self.length, world, **self.options)
         for sampler in self.samplers:
@@ -565,9 +565,9 @@ def test_nodes_of_launchers(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     sampler = DistributedSampler(range(80), partition="node")
-    assert sampler.place == place
+    assert sampler._place == place
     assert set(sampler) <= set(itertools.chain(*by_node(2, 1, 80)[1]))
-    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4).place == (3, 0, 4)
+    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4)._place == (3, 0, 4)
 
 
 @pytest.mark.parametrize("task", [("0", "1"), ("0", "2")], ids=["a script", "a daemon on each node"])
@@ -580,7 +580,7 @@ def test_what_slurm_said_of_another_process_is_not_believed(
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match="pass num_nodes"):
         DistributedSampler(range(80), 8, 3, partition="node")
-    assert DistributedSampler(range(80), 8, 3, partition="node", num_nodes=2).place == (0, 3, 2)
+    assert DistributedSampler(range(80), 8, 3, partition="node", num_nodes=2)._place == (0, 3, 2)
 
 
 def test_one_rank_is_one_node() -> None:

@@ -38,7 +38,7 @@ from tests.sharddata import kind as kind
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
-SPEC = "image=bytes,label=int,name=str"
+SPEC = '{"image": "image:bytes", "label": "label:int", "name": "name:str"}'
 
 
 def run(command: str, *arguments: object, code: int = 0, workers: int = 0) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_training_after_warm_reads_nothing_from_the_store(
     write(tmp_path / "shards", shards(kind, end=end))
     settings: list[object] = ["--mode", mode, "--short-side", 32]
     if kind == "tfrecord" and mode != "raw":
-        settings += ["--features", SPEC]
+        settings += ["--fields", SPEC]
     url = tmp_path / "shards" / f"*{kind}{end}"
     document = run("warm", url, "--cache", tmp_path / "cache", *settings)
     assert counts(document) == [TOTAL, TOTAL, 0, 0, 0] and document["settings"]["kind"] == kind
@@ -95,7 +95,7 @@ def test_only_missing_records_of_an_indexed_shard_are_read(kind: str, tmp_path: 
     some = [0, 5, 6, 50, 100, TOTAL - 1]
     data.prefetch(some)
     [data[number] for number in some]
-    data.flush_cache()
+    data._flush_cache()
     document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache")
     assert counts(document) == [TOTAL, TOTAL - len(some), len(some), 0, 0]
     sizes = sum(data._index.locate(data._record(number))[1] for number in range(TOTAL) if number not in some)
@@ -128,15 +128,13 @@ def test_fields_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None
     assert all(data.contains(number) for number in range(TOTAL))
 
 
-def test_features_and_fields_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None:
+def test_fields_and_their_types_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None:
     write(tmp_path / "shards", shards("tfrecord"))
-    options = ["--mode", "shrunk", "--features", "image=bytes,label=int", "--fields", "image,label"]
+    options = ["--mode", "shrunk", "--fields", "image:bytes,label:int"]
     run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", *options)
     cache = Cache(tmp_path / "cache", "shrunk")
-    features = {"image": bytes, "label": int}
-    data = dataset(
-        "tfrecord", str(tmp_path / "shards"), features=features, fields=("image", "label"), cache=cache
-    )
+    fields = ("image:bytes", "label:int")
+    data = dataset("tfrecord", str(tmp_path / "shards"), fields=fields, cache=cache)
     closing(data).transform = {"image": CROP}
     loader = loader_of(data, 0)
     assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == list(range(TOTAL))
@@ -211,12 +209,12 @@ def test_share_of_shards_without_an_index_is_refused_with_the_way(kind: str, tmp
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--features", "image=jpeg"], "NAME=TYPE"),
-        (["--features", "a=bytes,b=bytes"], "several"),
-        (["--mode", "shrunk"], "as in --features"),
+        (["--fields", "image:jpeg"], "write a feature and its type"),
+        (["--fields", "a:bytes,b:bytes"], "several"),
+        (["--mode", "shrunk"], "as in --fields image:bytes"),
     ],
 )
-def test_malformed_features_are_named(options: list[str], says: str, tmp_path: Path) -> None:
+def test_malformed_fields_of_examples_are_named(options: list[str], says: str, tmp_path: Path) -> None:
     write(tmp_path / "shards", {"x.tfrecord": shard("tfrecord", range(2))[0]})
     arguments = ["--cache", tmp_path / "cache", *options]
     assert says in run("warm", tmp_path / "shards", *arguments, code=2)["error"]["message"]

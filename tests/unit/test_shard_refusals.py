@@ -16,7 +16,6 @@ from tests.sharddata import jpeg, shard, shards, write
 
 FORMATS = Path(__file__).parents[1] / "data" / "formats"
 CROP = CenterCrop(6)
-EXAMPLE = {"image": bytes}
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +53,22 @@ TAR = [
         for hint in (0, -1, True, 1.0, "100")
     ),
     ({"cycle_length": 0}, "cycle_length"),
-    ({"block_length": "1"}, "block_length"),
     ({"shuffle_buffer": 0}, "shuffle_buffer"),
     ({"shuffle_buffer": "many"}, "shuffle_buffer"),
     ({"decode": 3}, "decode"),
     ({"transform": 3}, "transform"),
     ({"transform": {"jpg": 3}}, "transform"),
-    ({"compression": "bz2"}, "compression"),
 ]
 TFRECORD = [
-    ({"features": {"a": dict}}, "features"),
-    ({"features": None, "fields": ("image",)}, "pass features="),
-    ({"features": EXAMPLE, "fields": ("label",)}, "fields= names 'label', and features= has image"),
-    ({"features": EXAMPLE, "fields": ("image",), "decode": len}, "leave one out"),
+    ({"fields": {"a": dict}}, r"fields\['a'\] must be bytes"),
+    ({"fields": {}}, "fields must be a dict of name: type"),
+    ({"fields": ()}, "not empty"),
+    ({"fields": (3,)}, "a feature and its type such as 'label:int'"),
+    ({"fields": ("image",)}, "write a feature and its type, .* as in 'image:bytes'"),
+    ({"fields": ("image:jpeg", "label:int")}, "has the leaf 'image:jpeg'"),
+    ({"fields": ("a?:int",)}, "has the leaf 'a\\?:int'"),
+    ({"fields": ("a:int", "a:str?")}, "has 'a' as .*int.* and as .*str.*: give one type"),
+    ({"fields": ("image:bytes",), "decode": len}, "leave one out"),
 ]
 PARQUET = [
     ({"fields": ("image", "target")}, "fields names 'target'.*no column.*image, label, name"),

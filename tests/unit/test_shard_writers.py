@@ -234,9 +234,9 @@ def test_tensorflows_files_are_read() -> None:
 @pytest.mark.parametrize("compression", list(FILES))
 def test_tensorflows_files_through_the_dataset(compression: str) -> None:
     """Without an index, and compressed: as a stream of its records."""
-    dataset = fastload.TFRecordDataset(HERE / FILES[compression], SPEC, compression=compression.lower())
-    (state,) = dataset.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
-    stream = dataset.open_stream(state)
+    dataset = fastload.TFRecordDataset(HERE / FILES[compression], SPEC)
+    (state,) = dataset._streams().plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
+    stream = dataset._streams().open_stream(state)
     found: list[Any] = []
     while ids := stream.take(5):
         found += [dataset[i] for i in ids]

@@ -61,6 +61,7 @@ SAME_SUBJECT = {
     "cache.py",
     "warm.py",
     "prove.py",
+    "sample_log.py",
     "tokens.py",
     "__init__.py",
     "__main__.py",

@@ -33,7 +33,7 @@ from fastload import (
     TableDataset,
     cached,
 )
-from fastload.datasets.protocols import Prefetches, noted_prefetches
+from fastload.datasets.views import Prefetches, noted_prefetches
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from tests.photos import pillow_jpeg, scene
 
@@ -382,7 +382,7 @@ def test_row_that_default_collate_refuses_is_no_bad_sample(table: Any, odd: str)
         return np.zeros(2, ">f4" if odd in key else "<f4")  # torch has no other byte order
 
     fields = {"image": IMAGE, "x": File("images/{id}.jpg", decode=decode), "label": "label"}
-    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="skip")
+    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="repeat")
     with pytest.raises(ValueError, match="byte order"):
         next(iter(loader))
     assert not loader.stats()["counters"]["bad.samples"]
@@ -394,7 +394,7 @@ def test_prefetch_of_the_users_code_is_noted_so_that_it_can_be_cancelled(table: 
     with noted_prefetches(notes):
         found.prefetch([3, 1])
     assert notes == [(found, [3, 1])]
-    found.cancel([3, 1])
+    found._cancel([3, 1])
 
 
 def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_path: Path) -> None:
@@ -407,14 +407,14 @@ def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_pa
     found = table(fields, url=broken(objects, tmp_path), transform={"image": CenterCrop(8)})
     with pytest.raises(DecodeError, match=r"'masks/004.png \(mask of row 4\)'"):
         found[4]
-    loader = DataLoader(found, batch_size=4, on_error="skip")
+    loader = DataLoader(found, batch_size=4, on_error="repeat")
     batches = list(loader)
     assert "masks/004.png (mask of row 4)" in str(loader.stats()["bad"])
     assert "004" not in [one for batch in batches for one in batch["id"]]
     (tmp_path / "broken/images/005.jpg").unlink()
     with pytest.raises(NotFoundError, match=r"'images/005.jpg \(image of row 5\)'"):
         found[5]
-    assert found.outstanding() == 0
+    assert found._outstanding() == 0
 
 
 # --- cache
@@ -427,9 +427,9 @@ def test_cache_of_an_object_dataset_serves_a_table(
     cache = Cache(tmp_path / "cache", mode)
     every = ObjectDataset(str(objects / "images"), transform=CenterCrop(8), cache=cache)
     found = table((File("{id}.jpg"), "label"), url=objects / "images", transform=CenterCrop(8), cache=cache)
-    assert found.cache_key(5) == every.cache_key(5)
+    assert found._cache_keys(5)[0] == every._cache_keys(5)[0]
     expected = every[5]
-    every.flush_cache()
+    every._flush_cache()
     assert found.contains(5) and torch.equal(found[5][0], expected)
     every.close()
 
@@ -439,7 +439,7 @@ def test_object_of_several_rows_is_cached_once(table: Any, tmp_path: Path) -> No
     found = table((IMAGE, "caption"), rows, transform=CenterCrop(8), cache=Cache(tmp_path / "cache"))
     captions = [one for _, texts in DataLoader(found, batch_size=6) for one in texts]
     assert captions == [row["caption"] for row in rows]
-    found.flush_cache()
+    found._flush_cache()
     assert found.cache is not None and found.cache.info()["entries"] == N
 
 
@@ -657,7 +657,7 @@ def test_keys_without_an_object_are_refused(table: Any, keys: Any, error: Any, m
 
 def test_decoder_of_the_device_is_refused_in_words(table: Any) -> None:
     with pytest.raises(ArgumentError, match="found TableDataset"):
-        DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decode="dali", batch_size=2)
+        DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decoder="dali", batch_size=2)
 
 
 def test_missing_pyarrow_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 import fastload
 from fastload import DataLoader, TokenDataset
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, ObjectChangedError, StoreError
-from fastload.formats.tokens import header_of
+from fastload.shards.tokens import header_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -156,7 +156,7 @@ def test_repr_key_and_payload_name_the_sample(tmp_path: Path) -> None:
     dataset = TokenDataset(write(tmp_path / "c"), "uint16", 10, overlap=1)
     assert repr(dataset) == f"TokenDataset('{tmp_path}/c', 6 objects, 14 samples of 11 tokens)"
     assert dataset.key(1) == "000.bin @ 20" and dataset.key(5) == "002.bin @ 0"
-    assert bytes(dataset.payload(0)) == raw(TOKENS[:11])
+    assert bytes(dataset._payload(0)) == raw(TOKENS[:11])
     for name in ("dtype", "block", "overlap", "tokens"):
         with pytest.raises(ArgumentError, match=name):
             setattr(dataset, name, 1)
@@ -171,9 +171,9 @@ def test_warm_fills_the_cache_before_an_epoch(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "a.bin").write_bytes(np.arange(100, dtype="<u2").tobytes())
     dataset = TokenDataset(str(tmp_path / "corpus"), "uint16", 8, overlap=1, cache=tmp_path / "cache")
     every = range(len(dataset))
-    assert dataset.left_to_warm(every).requests == len(every)
+    assert dataset._left_to_warm(every).requests == len(every)
     assert {warmed.outcome for warmed in dataset.warm(every)} == {"stored"}
-    assert dataset.left_to_warm(every) == (0, 0, 0) and dataset.contains(3)
+    assert dataset._left_to_warm(every) == (0, 0, 0) and dataset.contains(3)
     dataset.close()
 
 
@@ -182,7 +182,7 @@ def test_another_block_or_version_has_other_cache_keys(tmp_path: Path) -> None:
 
     def keys(block: int, overlap: int = 0) -> set[bytes]:
         dataset = TokenDataset(folder, "uint16", block, overlap=overlap, cache=tmp_path / "cache")
-        found = {dataset.cache_key(index) for index in range(len(dataset))}
+        found = {dataset._cache_keys(index)[0] for index in range(len(dataset))}
         assert len(found) == len(dataset)
         dataset.close()
         return found
@@ -310,7 +310,7 @@ def test_a_changed_or_cut_object_is_an_error_that_names_it(tmp_path: Path) -> No
         with pytest.raises(StoreError, match=key) as caught:
             dataset[index]
         assert isinstance(caught.value, ObjectChangedError) or index == 13
-    loader = DataLoader(dataset, batch_size=len(dataset), on_error="skip")
+    loader = DataLoader(dataset, batch_size=len(dataset), on_error="repeat")
     (batch,) = loader
     assert batch.tolist() == len(dataset) * [TOKENS[50:60].tolist()]  # of 002 and 003, which are as listed
     assert loader.stats()["counters"]["bad.samples"] == len(dataset) - 1

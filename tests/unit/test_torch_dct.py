@@ -153,7 +153,7 @@ def test_loader_decodes_a_dct_cache_by_torch(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "cache", "dct")
     dataset = ImageFolder(str(tmp_path / "photos"), CenterCrop(48, resize=56), cache=cache)
     (expected, labels), (images, again) = (
-        next(iter(DataLoader(dataset, 7, decode=decode))) for decode in ("cpu", "torch")
+        next(iter(DataLoader(dataset, 7, decoder=name))) for name in ("cpu", "torch")
     )
     assert torch.equal(labels, again)
     assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > 45
@@ -163,5 +163,5 @@ def test_torch_decoder_without_a_dct_cache_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos/a").mkdir(parents=True)
     (tmp_path / "photos/a/0.jpg").write_bytes(pillow_jpeg(scene(90, 70)))
     dataset = ImageFolder(str(tmp_path / "photos"), CenterCrop(48), cache=Cache(tmp_path / "cache", "raw"))
-    with pytest.raises(ArgumentError, match=r"decode='torch' does not work here: .*use Cache\(path, 'dct'\)"):
-        DataLoader(dataset, 1, decode="torch")
+    with pytest.raises(ArgumentError, match=r"decoder='torch' does not work.*use Cache\(path, 'dct'\)"):
+        DataLoader(dataset, 1, decoder="torch")

@@ -232,7 +232,6 @@ class _ShardsInput:
             [Span(shard) for shard in order],
             open_reader,
             cycle_length=readers,
-            block_length=1,
             position=None if at is None else at["position"],
         )
         # To shuffle, a block is a part. Else blocks are small, so that no part has to be in memory.

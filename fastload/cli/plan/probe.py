@@ -86,7 +86,7 @@ def probe_samples(
         here, others = is_here(options), busy_cores(0.5)
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
-        keys = [key for index in kept for key in dataset.cache_keys(index)]
+        keys = [key for index in kept for key in dataset._cache_keys(index)]
         payloads, read_cpu = timed(lambda key: bytes(raw.read(key) or b""), keys)
         images = [image for index in kept if (image := encoded_image(dataset, index)) is not None]
         dataset.close()
@@ -113,7 +113,7 @@ def _read_alone(dataset: Any, indices: list[int], deadline: float) -> float:
     seconds = []
     for index in indices:
         start = time.perf_counter()
-        dataset.payload(index)
+        dataset._payload(index)
         seconds.append(time.perf_counter() - start)
         if time.monotonic() > deadline:
             break

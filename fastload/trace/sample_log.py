@@ -1,27 +1,37 @@
-"""Writes the sample log of this rank. Logging never stops or slows the training: see `LogWriter`."""
+"""The sample log of a rank: written while it trains, and read by `prove`.
+
+Logging never stops or slows the training: see `LogWriter`.
+"""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import mmap
 import os
 import time
 import warnings
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.sample_log import LoggedStep, RunBegins, end_of_frames, header, rank_of
+from fastload.formats.sample_log import LoggedStep, RunBegins, end_of_frames, frames, header, rank_of, step_at
 from fastload.metrics.counters import Counters
-from fastload.workers.witness import Witness
+from fastload.workers.protocol import Fingerprint
 
+LOGS = "rank-*.samples"
+_NEVER = (1 << 63) - 1
 _BUFFERED = 256 << 10  # bytes
 _NONE = np.array([], np.int64), np.array([], np.uint64)
 
 
 def log_name(rank: int) -> str:
-    """The name of a rank's log in the directory."""
+    """Return the name of a rank's log in the directory."""
     return f"rank-{rank:05}.samples"
 
 
@@ -50,12 +60,12 @@ class LogWriter:
         return self.__dict__ | {"_file": -1, "_buffer": [], "_buffered": 0, "_announced": False}
 
     def run_resumes(self) -> None:
-        """What is handed out next follows on a state that was loaded."""
+        """Note that what is delivered next follows on a state that was loaded."""
         self.flush()
         self._announced = False
 
     def begin(self, rank: int, world_size: int, run_step: int) -> None:
-        """Before an iteration of the loader.
+        """Open the file, before an iteration of the loader.
 
         Raises:
             ArgumentError: the file of that name is something else.
@@ -66,10 +76,10 @@ class LogWriter:
             self._announced = True
             self._put(RunBegins(run_step, time.time(), world_size).dump())
 
-    def add(self, run_step: int, epoch: int, step: int, witness: Witness | None) -> None:
-        """A step was handed out."""
-        indices, witnesses = _NONE if witness is None or witness.rows is None else witness.rows
-        self._put(LoggedStep(run_step, epoch, step, indices, witnesses).dump())
+    def add(self, run_step: int, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
+        """Log a step that was delivered."""
+        indices, fingerprints = _NONE if fingerprint is None or fingerprint.rows is None else fingerprint.rows
+        self._put(LoggedStep(run_step, epoch, step, indices, fingerprints).dump())
 
     def flush(self) -> None:
         """Write what is buffered."""
@@ -134,7 +144,74 @@ class LogWriter:
         )
 
     def __del__(self) -> None:
-        """A loop that ended with `break` has the rest of its steps here."""
+        """Write the rest: a loop that ended with `break` has its last steps here."""
         if self._file >= 0 and self._owner == os.getpid():  # a fork has the buffer too
             self.flush()
             os.close(self._file)
+
+
+class Row(NamedTuple):
+    """A row of a logged step."""
+
+    rank: int
+    row: int
+    sample: int  # its index
+    fingerprint: int
+
+
+class _Run(NamedTuple):
+    """The steps that a log has between two frames "R"."""
+
+    begins: RunBegins
+    steps: array[int]  # of each: run step, epoch, step, where its frame is
+
+
+class SampleLog:
+    """The log of one rank, to be read."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.stat().st_size:
+            raise DecodeError("the log is empty: its run has handed out little, and did not write it yet")
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.rank = rank_of(self._data)
+        self.runs: list[_Run] = []
+        for offset, frame in frames(self._data):
+            if isinstance(frame, RunBegins):
+                if frame.world_size <= self.rank:
+                    raise DecodeError(
+                        f"the log is of rank {self.rank}, and its run has {frame.world_size} ranks"
+                    )
+                self.runs.append(_Run(frame, array("q")))
+            elif self.runs:
+                self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, offset))
+
+    def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
+        """Return the steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
+
+        Args:
+            others: runs of other ranks. This rank has no part in those that have too few ranks for it.
+        """
+        void = sorted((begins.time, begins.run_step) for begins in others if begins.world_size <= self.rank)
+        times = [time for time, _ in void]
+        firsts = [
+            _NEVER,
+            *itertools.accumulate((step for _, step in reversed(void)), min),
+        ]  # of the last ones
+        tables, end = [], _NEVER
+        for run in reversed(self.runs):
+            elsewhere = firsts[len(void) - bisect.bisect_right(times, run.begins.time)]
+            table = np.array(run.steps, np.int64).reshape(-1, 4)
+            table = np.column_stack([table, np.full(len(table), run.begins.world_size)])
+            tables.append(table[table[:, 0] < min(end, elsewhere)])
+            end = min(end, run.begins.run_step)
+        return np.concatenate([np.empty((0, 5), np.int64), *reversed(tables)])
+
+    def fingerprints(self, offset: int) -> NDArray[np.uint64]:
+        return step_at(self._data, offset).fingerprints
+
+    def rows(self, offset: int) -> Iterator[Row]:
+        step = step_at(self._data, offset)
+        pairs = zip(step.indices.tolist(), step.fingerprints.tolist(), strict=True)
+        for row, (index, fingerprint) in enumerate(pairs):
+            yield Row(self.rank, row, index, fingerprint)

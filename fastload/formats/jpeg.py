@@ -1,4 +1,7 @@
-"""The headers of a JPEG, read in a few microseconds: its kind and its EXIF orientation.
+"""The first bytes of a JPEG, read in a few microseconds: its kind, its orientation, and how caches keep it.
+
+    a record of mode "dct"       no Huffman codes: `fastload/images/dct.h`
+    a file with its row index    the index of its rows, then the file: `fastload/images/rows.h`
 
 ITU-T T.81 for the segments (B.2) and frame types (table B.1), T.872 for Adobe's APP14, Exif 2.32 for APP1.
 """
@@ -10,7 +13,41 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from fastload.formats.jpeg_records import is_dct, without_rows
+# The last byte is the version. At 5 follows the EXIF orientation, at 7 the number of components.
+DCT_MAGIC = b"\x89DCT\x01"
+# The last byte is the version. At 6 follows the number of entries.
+ROWS_MAGIC = b"\x89ROW\x01"
+_HEAD, _ENTRY = 8, 10
+
+
+def is_dct(data: Any) -> bool:
+    """Return whether bytes, in anything with the buffer protocol, are a record of mode "dct"."""
+    view = memoryview(data).cast("B")
+    return len(view) > 7 and view[:5] == DCT_MAGIC
+
+
+def is_record(data: Any) -> bool:
+    """Return whether bytes, in anything with the buffer protocol, begin like a record of either kind."""
+    return bytes(memoryview(data).cast("B")[:5]) in (DCT_MAGIC, ROWS_MAGIC)
+
+
+def without_rows(data: memoryview) -> memoryview:
+    """Return a file without the index of its rows; itself where it has none."""
+    index = used_index(data)
+    return data if index is None else data[len(index) :]
+
+
+def index_size(rows: int) -> int:
+    """Return the bytes of an index."""
+    return _HEAD + _ENTRY * rows
+
+
+def used_index(data: memoryview) -> memoryview | None:
+    """Return the index with which bytes begin, if they do."""
+    if len(data) < _HEAD or data[:5] != ROWS_MAGIC:
+        return None
+    return data[: index_size(data[6] | data[7] << 8)]
+
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -35,7 +72,7 @@ def is_plain_jpeg(data: Any) -> bool:
     """
     view = without_rows(memoryview(data).cast("B"))
     jfif, adobe, components = False, -1, b""
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker in _OTHER_FRAMES or marker == _EOI:
             return False
         if marker in (_SOF0, _SOF1):
@@ -55,7 +92,7 @@ def jpeg_components(data: Any) -> int:
     view = without_rows(memoryview(data).cast("B"))
     if is_dct(view):
         return view[7]
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
             return body[5] if len(body) > 5 else 0
     return 0
@@ -70,7 +107,7 @@ def jpeg_orientation(data: Any) -> int:
     if is_dct(view):
         return view[5] if 1 <= view[5] <= 8 else 1
     exif = xmp = b""
-    for marker, body, _ in _segments(view):
+    for marker, body in _segments(view):
         if marker == _SOS:
             break
         if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
@@ -97,20 +134,8 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
     return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
 
 
-def without_exif(jpeg: memoryview) -> memoryview:
-    """Return a JPEG without its EXIF segments, for decoders that would turn its pixels."""
-    kept, done = bytearray(), 0
-    for marker, body, start in _segments(jpeg):
-        if marker == _SOS:
-            break
-        if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
-            kept += jpeg[done : start - 4]
-            done = start + len(body)
-    return memoryview(kept + jpeg[done:]) if done else jpeg
-
-
-def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
-    """Return (marker, body, where the body starts) of the segments of a JPEG, up to the first damaged one."""
+def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Return (marker, body) of the segments of a JPEG, up to the first damaged one."""
     at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
     while at + 4 <= len(view) and view[at] == 0xFF:
         marker = view[at + 1]
@@ -121,7 +146,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview, int]]:
         body = view[at + 4 : at + 2 + length]
         if length < 2 or len(body) != length - 2:
             return
-        yield marker, body, at + 4
+        yield marker, body
         at += 2 + length
 
 
