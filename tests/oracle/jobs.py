@@ -140,7 +140,7 @@ def settled(job: Job) -> Job:
         default("wrap")
         job["sampler"] = "shuffle" if job["sampler"] in ("shuffle", "generator") else "sequential"
     if kind == "iterable":
-        default("sampler", "on_error", "exclude", "repeat", "ask")
+        default("sampler", "on_error", "exclude", "skip", "ask")
         job["resume_workers"] = job["workers"]
     if job["sampler"] == "pairs" and (kind not in ("plain", "cached") or job["wrap"] != "none"):
         default("sampler")

@@ -367,13 +367,13 @@ def records(tmp_path: Path, keep: Callable[[Any], Any]) -> Callable[..., TFRecor
     def make(mode: Any, transform: Any = None, **options: Any) -> Any:
         cache = Cache(tmp_path / "cache", mode)
         url = str(tmp_path / "a.tfrecord")
-        return keep(TFRecordDataset(url, FEATURES, transform=transform, cache=cache, **options))
+        return keep(TFRecordDataset(url, transform=transform, cache=cache, **{"fields": FEATURES, **options}))
 
     return make
 
 
 @pytest.mark.parametrize("mode", ["auto", "dct"])
-@pytest.mark.parametrize("options", [{}, {"fields": {"image": "image"}}])
+@pytest.mark.parametrize("options", [{}, {"fields": {"image": "image:bytes"}}])
 @pytest.mark.parametrize("transform", [None, dict, ByEpoch({0: dict, 5: CenterCrop(8)})])
 def test_feature_without_a_fused_transform_is_the_file(
     records: Any, mode: str, options: Any, transform: Any

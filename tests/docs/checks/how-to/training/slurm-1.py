@@ -13,7 +13,7 @@ os.environ |= {
 for more in ({}, {"RANK": "13", "WORLD_SIZE": "32"}):
     os.environ |= more
     assert find_rank() == (13, 32) and local_ranks() == 8
-    assert DistributedSampler(range(320), partition="node").place == (1, 5, 4)
+    assert DistributedSampler(range(320), partition="node")._place == (1, 5, 4)
 share = set(
     DistributedSampler(range(320), 4, 1, partition="node", num_nodes=4)
 )  # as `fastload warm` reads it
