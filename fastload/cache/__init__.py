@@ -7,11 +7,35 @@
 `segment` holds the records, `index` the way from key to record, `writer` the thread that fills and the locks
 on objects being read, `maintenance` the whole of a directory. `exchange` publishes a cache in `packs` and
 pulls them, and `remote` does both during a training.
+
+Names are loaded on first use: the command line knows the modes of `codecs` where there is no POSIX.
 """
 
-from fastload.cache.cache import Cache, as_cache
-from fastload.cache.index import Digest
-from fastload.cache.maintenance import Report
-from fastload.cache.segment import Entry
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastload.cache.cache import Cache, as_cache
+    from fastload.cache.index import Digest
+    from fastload.cache.maintenance import Report
+    from fastload.cache.segment import Entry
 
 __all__ = ["Cache", "Digest", "Entry", "Report", "as_cache"]
+
+_HOME = {
+    "Cache": "cache",
+    "Digest": "index",
+    "Entry": "segment",
+    "Report": "maintenance",
+    "as_cache": "cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

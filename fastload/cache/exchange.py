@@ -27,7 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import lmdb
 import numpy as np
@@ -57,11 +57,11 @@ _SMALLEST_PACK = 8 << 20
 class Pushed:
     """What a push did, as far as it has come."""
 
-    records: Annotated[int, "records published now"] = 0
-    bytes: Annotated[int, "bytes of their payloads"] = 0
-    packs: Annotated[int, "objects written"] = 0
-    present: Annotated[int, "records that were published already"] = 0
-    bad_entries: Annotated[int, "records that are damaged on this disk, and were left out"] = 0
+    records: int = 0  # records published now
+    bytes: int = 0  # bytes of their payloads
+    packs: int = 0  # objects written
+    present: int = 0  # records that were published already
+    bad_entries: int = 0  # records that are damaged on this disk, and were left out
 
 
 def push(

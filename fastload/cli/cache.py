@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from fastload.cache import exchange
 from fastload.cli.command_options import SizeLimit, StoreOptions
 from fastload.cli.report import JsonOption, Lines, Output, Report, answering, styled
 from fastload.errors import NotFoundError
@@ -236,12 +235,17 @@ def clear(
 
 
 @dataclass(kw_only=True)
-class PushReport(exchange.Pushed, Report):
+class PushReport(Report):
     """What was published."""
 
     command = "cache push"
     path: Annotated[str, "the directory"]
     url: Annotated[str, "where its records are published"]
+    records: Annotated[int, "records published now"]
+    bytes: Annotated[int, "bytes of their payloads"]
+    packs: Annotated[int, "objects written"]
+    present: Annotated[int, "records that were published already"]
+    bad_entries: Annotated[int, "records that are damaged on this disk, and were left out"]
 
     @property
     def exit_code(self) -> int:
@@ -263,15 +267,14 @@ def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: Jso
     for a race of two nodes. After an interruption, run the same command again.
     """
     import fastload
+    from fastload.cache.exchange import push as publish  # which needs POSIX
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())
         cache = _existing(directory)
         with _progress(output, "pushing") as progress:
             try:
-                done = exchange.push(
-                    cache, store, lambda now, total: progress(now.records + now.present, total)
-                )
+                done = publish(cache, store, lambda now, total: progress(now.records + now.present, total))
             finally:
                 cache.close()
         output.finish(PushReport(path=directory, url=store.url, **vars(done)))
@@ -325,13 +328,14 @@ def pull(
     pack is damaged; the records of all others are in the cache.
     """
     import fastload
+    from fastload.cache.exchange import pull as fetch
 
     with answering(as_json) as output:
         store = fastload.open_store(url, **stored.parse())
         cache = fastload.Cache(directory, size_limit=size_limit)
         with _progress(output, "pulling") as progress:
             try:
-                done = asdict(exchange.pull(cache, store, progress))
+                done = asdict(fetch(cache, store, progress))
             finally:
                 cache.close()
         del done["settled"]

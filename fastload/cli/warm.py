@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cache.cache import absolute
 from fastload.cli.cluster import RayOption
 from fastload.cli.command_options import CORES, CacheOptions, ListingMaxAge, PricesFile, StoreOptions
 from fastload.cli.data_source import DataUrl, SourceOptions
@@ -48,6 +47,8 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Fill a cache before training. After an interruption, run the same command again to resume."""
+    from fastload.cache.cache import absolute
+
     with answering(as_json) as output:
         wanted, options = _parse_share(share), store.parse()
         priced = find_prices(url, options, prices)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from fastload.cache.cache import absolute
 from fastload.cli.command_options import CacheOptions, check_usable
 from fastload.cli.data_source import OBJECTS, SourceOptions, find_kind, open_dataset
 from fastload.cli.plan.prices import Cost, Prices
@@ -65,6 +64,7 @@ class Target:
 
     def anywhere(self) -> Target:
         """Return the same for processes in other directories: without relative paths."""
+        from fastload.cache.cache import absolute
         from fastload.store import open_store
         from fastload.store.local import LocalStore
 

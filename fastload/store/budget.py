@@ -15,7 +15,6 @@ the process that holds it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import threading
@@ -164,6 +163,8 @@ class RequestBudget:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock among the threads of this process, and among the processes."""
+        import fcntl  # which Windows lacks, where the command line still says so
+
         with self._threads.get():
             deadline = time.monotonic() + _LOCK_SECONDS
             while True:
