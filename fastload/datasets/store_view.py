@@ -223,9 +223,10 @@ class StoreView(PlainView):
         builder.note_made(batch, made_rows, made_records)
         share = max(1, threads())  # of the process's time, like all that is counted there
         dataset.counters.merge({"cache.seconds": reading / share, "decode.seconds": decoding / share})
-        dataset.cache.count_hits(len(made_rows), int(lengths[made].sum()))
         prefetcher = dataset._prefetchers.peek()
-        requested = 0 if prefetcher is None else prefetcher.forget_made(made_records)
+        requested, missed = (0, set[int]()) if prefetcher is None else prefetcher.forget_made(made_records)
+        hits = lengths[made] if not missed else lengths[made][~np.isin(records[made], list(missed))]
+        dataset.cache.count_hits(len(hits), int(hits.sum()))
         dataset.counters.add("get.ahead", len(made_rows) if threads() else requested)  # see `_read_ahead`
         return set(made_rows)
 

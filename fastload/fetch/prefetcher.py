@@ -166,11 +166,15 @@ class Prefetcher:
             finally:
                 self._work.release()
 
-    def forget_made(self, indices: list[int]) -> int:
-        """Forget samples that were made without `get`, and return how many of them were requested."""
-        requested = [index for index in indices if index in self._reads]
-        self.cancel(requested)
-        return len(requested)
+    def forget_made(self, indices: list[int]) -> tuple[int, set[int]]:
+        """Forget samples that were made without `get`, from the cache.
+
+        Returns:
+            (how many of them were requested, those that were read from the store: the cache has them since).
+        """
+        requested = [read for index in indices if (read := self._reads.get(index)) is not None]
+        self.cancel([read.index for read in requested])
+        return len(requested), {read.index for read in requested if read.missed}
 
     def outstanding(self) -> Outstanding:
         """Return the samples that were requested and not delivered, and their requests."""

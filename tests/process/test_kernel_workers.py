@@ -314,3 +314,14 @@ def test_auto_switches_threads(root: Path) -> None:
     assert [threads for threads, _ in counts[:5]] == [3, 2, 4, 1, 2]
     assert {processes for _, processes in counts} == {1}
     assert_same(seen, batches_of(DataLoader(images(root), 2, seed=1)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_is_a_hit_or_a_miss_once(workers: int, root: Path, tmp_path: Path) -> None:
+    data = images(root, cache=Cache(tmp_path / "cache", "shrunk", short_side=32))
+    loader = DataLoader(data, 4, shuffle=True, num_workers=workers)
+    for epoch in (1, 2):
+        batches_of(loader)
+        counters = loader.stats()["counters"]
+        samples = [counters.get(f"cache.{kind}", 0) for kind in ("hits", "misses")]
+        assert sum(samples) == epoch * PHOTOS and counters["get.samples"] == samples[1]
