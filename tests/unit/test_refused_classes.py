@@ -95,8 +95,8 @@ def test_class_in_by_epoch_is_refused(kind: type, words: str) -> None:
 def test_class_as_argument_of_the_loader_is_refused(kind: type, words: str) -> None:
     with pytest.raises(ArgumentError, match=f"batch_transform is a class: write {words}"):
         DataLoader(TensorDataset(torch.zeros(3)), batch_transform=kind)
-    with pytest.raises(ArgumentError, match=r"decode is a class: write Dali\(\)"):
-        DataLoader(TensorDataset(torch.zeros(3)), decode=fastload.Dali)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"decoder is a class: write Dali\(\)"):
+        DataLoader(TensorDataset(torch.zeros(3)), decoder=fastload.Dali)  # type: ignore[arg-type]
 
 
 class Sample:
