@@ -192,12 +192,12 @@ class Dali:
         from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found,unused-ignore]
 
         photos = [np.frombuffer(image, np.uint8) for image in images]
-        self._batches = len(photos) // BATCH
+        self._batches = max(1, len(photos) // BATCH)
 
         @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)  # type: ignore[untyped-decorator,unused-ignore]
         def pipeline() -> Any:
             files = fn.external_source(
-                lambda one: photos[one.iteration * BATCH % len(photos) + one.idx_in_batch],
+                lambda one: photos[(one.iteration * BATCH + one.idx_in_batch) % len(photos)],
                 batch=False,
                 dtype=types.UINT8,
             )
