@@ -80,7 +80,7 @@ def _noted(box: CropBox, rng: Rng) -> CropBox:
 
 
 class RowJob:
-    """Rows that the kernel makes from records of a cache, while Python does something else.
+    """Rows that the kernel makes from records of a cache, while this thread does something else.
 
     Args:
         left: rows that the kernel does not take.

@@ -266,9 +266,9 @@ class BatchMaker(BatchSource):
             # Left alone it would end the epoch silently: it means the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
         except BaseException:  # Ctrl-C too: the announced rest of the batch will not be used
-            self.cancel(index)
             if begun is not None:
                 self.end_batch(begun)
+            self.cancel(index)
             raise
 
     def _make_batch(self, index: Any, encoded: bool, begun: BegunBatch | None) -> Any:

@@ -61,8 +61,7 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        if worker.source is not None:
-            worker.source.close_cache()
+        worker.close()
 
 
 def _leave_with(trainer: int) -> None:
@@ -236,11 +235,11 @@ class _Worker:
         if self._broken is not None or self.source is None:
             return
         for work in unwanted:
-            self.source.cancel(work.index)
             begun = self._take_begun(work)
             if begun is not None:
                 self.source.end_batch(begun)
                 self._slots.abandon()
+            self.source.cancel(work.index)
         try:
             self.source.start_epoch(start)
         except Exception as error:
@@ -313,6 +312,14 @@ class _Worker:
         result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after, fingerprint)
         self._channel.send(result, fds)
         self._channel.flush(wait=True)
+
+    def close(self) -> None:
+        """Write out the cache. Batches that were begun are not finished, which would read their samples."""
+        for begun, _ in self._begun.values():
+            if begun is not None:
+                begun.stop.set()
+        if self.source is not None:
+            self.source.close_cache()
 
     def _flush_cache(self) -> None:
         if self.source is not None:
