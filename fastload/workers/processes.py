@@ -25,8 +25,7 @@ from fastload.errors import WorkerError
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
-from fastload.workers.slot_memory import Pin
-from fastload.workers.slots import SlotMap, forking_a_worker
+from fastload.workers.slots import Pin, SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
 from fastload.workers.workers import Arrival, Workers
 

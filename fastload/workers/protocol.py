@@ -29,7 +29,7 @@ from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
 from fastload.order.state import WorkerState
 from fastload.workers.memory_limit import MemoryLimit
-from fastload.workers.slot_memory import PackedBatch, anonymous_file
+from fastload.workers.slots import PackedBatch, anonymous_file
 
 # Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
 _PACKET_LIMIT = 64 << 10

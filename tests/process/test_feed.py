@@ -21,7 +21,7 @@ from fastload.errors import ArgumentError
 from fastload.gpu.cuda import Cuda, Device
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
-from fastload.workers import slot_memory as memory
+from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda
 from tests.feed_cases import *  # noqa: F403
