@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import fastload
-from fastload.fetch import limits
-from fastload.fetch.limits import ReadSettings
-from fastload.store import failures, s3fs
+from fastload.fetch import threads
+from fastload.fetch.threads import ReadSettings
+from fastload.store import failures, fsspec
 from fastload.store import object_store as native
 from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
@@ -257,19 +257,19 @@ def _secret_in(content: bytes) -> bool:
 
 @case("large objects")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((limits, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
+    with changed((threads, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client)
 
 
 @case("large object changed between its ranges")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((limits, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
+    with changed((threads, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client, before_read=lambda _: server.script(BAD, None, Fault(etag="0" * 32)))
 
 
 @case("hedged")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((limits, "SETTINGS", ReadSettings(hedge_after=2, hedge_share=0.5))):
+    with changed((threads, "SETTINGS", ReadSettings(hedge_after=2, hedge_share=0.5))):
         return load(
             server,
             client,
@@ -284,7 +284,7 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
 @case("guard removed: no version check")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
     server.honours_if_match = False
-    module = s3fs if client else native
+    module = fsspec if client else native
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
     with changed((module, "check_version", nothing), (module, "check_length", nothing)):
         return load(server, client, before_read=change(server))
@@ -292,7 +292,7 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
 
 @case("guard removed: no length check")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    module = s3fs if client else native
+    module = fsspec if client else native
     with changed((module, "check_length", lambda *arguments: None)):
         return load(server, client, before_read=lambda _: server.script(BAD, Fault(body=b"")))
 

@@ -46,7 +46,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """See `fastload.gpu.cuda.Device`.
+    """See `fastload.gpu.transfer.Device`.
 
     Args:
         delay: seconds before each copy.
@@ -85,7 +85,7 @@ class FakeCuda:
     def _here(self) -> None:
         assert os.getpid() == self._pid, "CUDA was used in a forked process"
 
-    # --- fastload.gpu.cuda.Device
+    # --- fastload.gpu.transfer.Device
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from fastload import RandomResizedCrop
 from fastload.cli.report import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
-from fastload.images.dct import to_dct, with_rows
+from fastload.images.decode import to_dct, with_rows
 
 RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"
 Rates = dict[str, list[float]]

@@ -33,7 +33,7 @@ from bench.peers.peer import Run
 from fastload import Cache, RandomResizedCrop
 from fastload.cache.codecs import Images
 from fastload.datasets.payloads import ObjectPayloads
-from fastload.images.dct import with_rows
+from fastload.images.decode import with_rows
 
 MODES = ("none", "auto", "raw", "dct", "shrunk", "decoded")
 MOST = 256  # photos of a bare loop

@@ -170,9 +170,9 @@ class Dct(CacheCodec):
 
     @classmethod
     def check_available(cls) -> None:
-        from fastload.images import dct
+        from fastload.images import decode
 
-        if not dct.available():
+        if not decode.has_records():
             raise ArgumentError(
                 "mode='dct' needs fastload's compiled kernel, which is missing here: use mode='raw', or "
                 "'auto', which is 'raw' without it; fastload doctor says what to install"
@@ -183,15 +183,15 @@ class Dct(CacheCodec):
         return DCT_MAGIC, ROWS_MAGIC  # they tell the versions of the records
 
     def for_images(self, known: Images) -> CacheCodec:
-        from fastload.images import dct
+        from fastload.images import decode
 
-        return super().for_images(known if dct.available() else Images.UNKNOWN)
+        return super().for_images(known if decode.has_records() else Images.UNKNOWN)
 
     def encode(self, image: Any) -> Any:
-        from fastload.images import dct
+        from fastload.images import decode
         from fastload.images.decode import is_pixels
 
-        return image if is_pixels(image) else self._kept(image, dct.to_dct)
+        return image if is_pixels(image) else self._kept(image, decode.to_dct)
 
     def advice(self, raw_bytes: int, room: int) -> str:
         return _smaller_modes(raw_bytes, room) or super().advice(raw_bytes, room)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from fastload.cli.report import MeasuredEpoch
 from fastload.metrics.bottleneck import explain_bottleneck
-from fastload.metrics.console import Console
+from fastload.metrics.watch import Console
 
 SECONDS_BETWEEN_DRAWS = 0.1
 

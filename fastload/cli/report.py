@@ -23,8 +23,8 @@ from rich.text import Text
 
 import fastload
 from fastload.errors import ArgumentError, FastloadError
-from fastload.metrics.console import Console
 from fastload.metrics.machine import need_linux, usable_cores
+from fastload.metrics.watch import Console
 from fastload.printable import printable
 
 PACKAGES = (

@@ -26,7 +26,7 @@ import numpy as np
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec
 from fastload.errors import CacheError, DecodeError
-from fastload.images import dct
+from fastload.images import decode
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import active
 from fastload.metrics.machine import memory_for_pages
@@ -277,17 +277,17 @@ class Forecaster:
             self._begun += tries
         if tries:
             return self._try(image)
-        form = dct.to_dct if self._form == "record" else dct.Unindexed.of
+        form = decode.to_dct if self._form == "record" else decode.Unindexed.of
         return form(image) if self._cache.keeps(memoryview(image).nbytes) else image
 
     def _try(self, image: Any) -> Any:
         """Return the record of an image; the last of the first ones makes the choice."""
         self._announce_choice()
         start = time.thread_time()
-        record = dct.to_dct(image)
+        record = decode.to_dct(image)
         making = time.thread_time() - start
         try:
-            seconds = [crop_seconds(form) for form in (image, dct.with_rows(image), record)]
+            seconds = [crop_seconds(form) for form in (image, decode.with_rows(image), record)]
         except DecodeError:  # it is the sample's error, once that is made
             seconds = [0.0] * 3
         with self._lock:

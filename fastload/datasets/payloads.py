@@ -28,7 +28,7 @@ from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
-from fastload.images.dct import Unindexed, with_rows
+from fastload.images.decode import Unindexed, with_rows
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"

@@ -24,7 +24,7 @@ from fastload.errors import (
 )
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
-from fastload.images.dct import Unindexed, with_rows
+from fastload.images.decode import Unindexed, with_rows
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
 _DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken

@@ -20,9 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fastload.fetch.limits import ByteBudget, ConcurrencyLimiter
 from fastload.fetch.reads import Read, ReaderQueue, Request, SampleReads
-from fastload.fetch.threads import ThreadTeam
+from fastload.fetch.threads import ByteBudget, ConcurrencyLimiter, ThreadTeam
 
 _LAST = 8  # samples of the first batch: the rest of the queue starts while they are decoded
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError
-from fastload.fetch import limits
-from fastload.fetch.limits import ReadSettings
-from fastload.images.dct import Unindexed
+from fastload.fetch import threads
+from fastload.fetch.threads import ReadSettings
+from fastload.images.decode import Unindexed
 from fastload.metrics.counters import Counters
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
@@ -90,7 +90,7 @@ class ObjectSource:
         self._manifest = manifest
         self._key = key
         self._on_change = on_change
-        self._settings = settings or limits.SETTINGS
+        self._settings = settings or threads.SETTINGS
         self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
 
     def name(self, index: int) -> str:

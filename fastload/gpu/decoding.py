@@ -21,8 +21,7 @@ from fastload.checks import refuse_class
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
-from fastload.gpu.decoders import ImageDecoder
-from fastload.gpu.torch_dct import TorchDctDecoder
+from fastload.gpu.decoders import ImageDecoder, TorchDctDecoder
 from fastload.gpu.tree import tree_map
 from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import BadSamples, Counters

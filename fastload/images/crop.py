@@ -24,8 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.dct import Unindexed
-from fastload.images.decode import MAX_PIXELS, find_format, open_image
+from fastload.images.decode import MAX_PIXELS, Unindexed, find_format, open_image
 from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, threads
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
 from fastload.images.rng import Rng, SampleRng, TorchRng

@@ -21,7 +21,7 @@ Pixels: TypeAlias = NDArray[np.uint8]
 # A JPEG file or a record of one, in anything with the buffer protocol, or decoded HWC uint8 pixels.
 Source: TypeAlias = Any
 # (row of `out`, source, x0, y0, x1, y1, flip): the box is in pixels of the full-resolution image. The kernel
-# takes one more: memory for the index of the source's rows, see `images.dct.Unindexed`.
+# takes one more: memory for the index of the source's rows, see `images.decode.Unindexed`.
 Item: TypeAlias = (
     tuple[int, Source, float, float, float, float, bool]
     | tuple[int, Source, float, float, float, float, bool, bytearray]

@@ -21,7 +21,7 @@ from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address
-from fastload.gpu.cuda import resolve_device
+from fastload.gpu.transfer import resolve_device
 from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
 from fastload.loader.frameworks import ASKED_BY_PREPARE, warn_of_prepare, warn_of_ray
 from fastload.loader.iterator import LoaderIterator

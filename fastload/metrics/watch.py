@@ -11,22 +11,50 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import rich.console
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from fastload.errors import ArgumentError
 from fastload.metrics.bottleneck import explain_bottleneck
-from fastload.metrics.console import Console
 from fastload.metrics.counters import rates
 from fastload.metrics.exporters import Export
+from fastload.printable import printable
 
 if TYPE_CHECKING:
     import torch.utils.data
+
+
+class Console(rich.console.Console):
+    """Rich's console, for text that others may have chosen: keys, names of shards, a state's notes.
+
+    A character that is not printable appears as its escape, in tables and progress bars too, so a text is one
+    line. Markup is understood only where `markup=True` says so, emoji codes never.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a text of `text`: all that is printed as a str, and the cells and titles of tables."""
+        return super().render_str(printable(text), **options)
+
+    def render(
+        self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render anything, and of a `Text` only what is printable: a progress bar makes its own."""
+        if isinstance(renderable, Text):
+            shown = printable(renderable.plain, keep="\n")
+            if shown != renderable.plain:
+                renderable = Text(shown, renderable.style, end=renderable.end)  # without styles of its parts
+        return super().render(renderable, options)
+
 
 _LIVE, _LINES = 0.5, 10.0  # seconds between updates, by default
 # stage, what it counts, its share of the workers' time (of the trainer's, in the last two)

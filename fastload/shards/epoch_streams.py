@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.checks import whole_number
 from fastload.errors import ArgumentError
-from fastload.fetch.limits import process_share
-from fastload.fetch.threads import ReadPool
+from fastload.fetch.threads import ReadPool, process_share
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.metrics.units import parse_size

@@ -22,8 +22,7 @@ from typing import Any, Literal, NamedTuple
 from fastload.cache import Cache
 from fastload.datasets.warm import Outcome, ToRead, Warmed, put
 from fastload.errors import CacheError, DecodeError, NotFoundError, ObjectChangedError, ShortReadError
-from fastload.fetch.limits import process_share
-from fastload.fetch.threads import ReadPool
+from fastload.fetch.threads import ReadPool, process_share
 from fastload.metrics.counters import Counters
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets

@@ -382,7 +382,7 @@ class ListingProgress:
         if self._live is None:
             from rich.live import Live
 
-            from fastload.metrics.console import Console
+            from fastload.metrics.watch import Console
 
             # No refresh thread: workers are forked right after this.
             self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)

@@ -215,7 +215,7 @@ def _open_s3fs(url: str, options: dict[str, Any], reading: Reading) -> Store:
 
     if find_spec("s3fs") is None:
         raise ArgumentError("client='s3fs' needs the package: pip install 'torch-fastload[s3fs]'")
-    from fastload.store.s3fs import S3fsStore
+    from fastload.store.fsspec import S3fsStore
 
     return S3fsStore(url, options, reading)
 

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.sample_log import MAGIC
 from fastload.order.state import content_of, find_states, parse_state
 from fastload.trace.digest import Digest, EpochSums, merged
-from fastload.trace.sample_log import LOGS, Row, SampleLog
+from fastload.trace.sample_log import LOGS, MAGIC, Row, SampleLog
 from fastload.workers.protocol import LANES, Fingerprint, sums_of
 
 

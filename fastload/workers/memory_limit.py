@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from fastload.distributed import known_local_ranks
 from fastload.errors import ArgumentError
-from fastload.fetch.limits import budgeted_bytes
+from fastload.fetch.threads import budgeted_bytes
 from fastload.metrics.machine import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
 from fastload.metrics.units import format_size, parse_size
 from fastload.workers.autoscale import ceiling

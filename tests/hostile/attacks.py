@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.formats.pieces import zstd
-from fastload.formats.sample_log import _STEP, RunBegins, _framed, header
+from fastload.trace.sample_log import _STEP, RunBegins, _framed, header
 from tests.hostile import readers as of
 from tests.hostile.readers import Files, Reader
 from tests.photos import with_size

@@ -30,14 +30,14 @@ from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
 from fastload.formats.pieces import zstd
 from fastload.formats.sample import dump, dump_row, load, load_row
-from fastload.formats.sample_log import LoggedStep, RunBegins, header
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.images import heif
-from fastload.images.dct import to_dct
+from fastload.images.decode import to_dct
 from fastload.order.state import read_state
 from fastload.store.failures import StoreLocation
 from fastload.trace.recipe import restore
+from fastload.trace.sample_log import LoggedStep, RunBegins, header
 from tests.hostile.oracle import MAX_INFLATED
 from tests.photos import pillow_jpeg, png, scene
 

@@ -33,7 +33,7 @@ from fastload.datasets import cache_forecast
 from fastload.datasets.cache_forecast import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.jpeg import ROWS_MAGIC, is_dct
-from fastload.images import dct
+from fastload.images import decode
 from fastload.metrics.machine import memory_for_pages
 from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
@@ -200,7 +200,7 @@ def test_a_full_cache_gets_no_records_made(
 ) -> None:
     dct_is(0.3)
     made = []
-    monkeypatch.setattr(dct, "to_dct", lambda image, to_dct=dct.to_dct: made.append(1) or to_dct(image))
+    monkeypatch.setattr(decode, "to_dct", lambda image, to_dct=decode.to_dct: made.append(1) or to_dct(image))
     # The choice of mode "auto" is as if all had fitted when it was made.
     monkeypatch.setattr(cache_forecast, "choose", lambda costs: choose(costs._replace(left=1 << 40)))
     expected, _ = epoch(folder(None))
@@ -436,7 +436,7 @@ def test_cached_samples_are_no_images(tmp_path: Path) -> None:
 def test_without_the_kernel_auto_is_raw_and_dct_an_error(
     folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dct, "available", lambda: False)
+    monkeypatch.setattr(decode, "available", lambda: False)
     with pytest.raises(ArgumentError, match="mode='dct' needs fastload's compiled kernel"):
         Cache(tmp_path / "cache", "dct")
     auto, raw = folder(tmp_path / "cache"), folder(Cache(tmp_path / "cache", "raw"))

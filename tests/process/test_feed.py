@@ -18,8 +18,7 @@ import fastload.gpu.transfer
 import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.gpu.cuda import Cuda, Device
-from fastload.gpu.transfer import DevicePrefetcher
+from fastload.gpu.transfer import Cuda, Device, DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
@@ -369,7 +368,7 @@ def test_missing_gpu_is_reported_at_once(device: Any) -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert fastload.gpu.cuda.resolve_device("cuda:1") == torch.device("cuda:1")
+    assert fastload.gpu.transfer.resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ArgumentError, match="torch sees 2 GPUs here"):
         DataLoader(Numbers(3), device="cuda:2")
 

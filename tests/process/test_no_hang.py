@@ -21,9 +21,8 @@ from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, 
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
-from fastload.fetch.limits import ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.threads import ReadPool
+from fastload.fetch.threads import ReadPool, ReadSettings
 from fastload.metrics.counters import Counters
 from fastload.order.position import Position
 from fastload.store.local import LocalStore

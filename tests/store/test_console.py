@@ -19,7 +19,7 @@ import fastload
 from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli.app import app
 from fastload.errors import FastloadError, StoreError
-from fastload.metrics.console import Console
+from fastload.metrics.watch import Console
 from fastload.printable import printable
 
 # The title of the window, colours by ESC and by CSI, another direction, ends of lines, and an emoji's code.

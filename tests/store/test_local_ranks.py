@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fastload import DataLoader, DistributedSampler, ObjectDataset
-from fastload.fetch.limits import process_share
+from fastload.fetch.threads import process_share
 from fastload.metrics.machine import Cores, usable_bytes
 from fastload.store import open_store
 from tests.faultserver import Fault, FaultServer

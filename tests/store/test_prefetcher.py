@@ -23,11 +23,10 @@ from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResize
 from fastload.cli.demo.photos import make_photo
 from fastload.errors import StoreError
 from fastload.fetch import threads
-from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.queues import Read, ReaderQueues, Request
 from fastload.fetch.reads import ObjectSource
-from fastload.fetch.threads import ReadPool
+from fastload.fetch.threads import ByteBudget, ReadPool, ReadSettings
 from fastload.images.kernel import active
 from fastload.metrics.counters import Counters
 from fastload.store.base import Reading
@@ -49,7 +48,7 @@ def with_bytes(most: int) -> ReadSettings:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[ReadSettings], None]:
     """Gives settings to the prefetchers that datasets open."""
-    return lambda settings: monkeypatch.setattr("fastload.fetch.limits.SETTINGS", settings)
+    return lambda settings: monkeypatch.setattr("fastload.fetch.threads.SETTINGS", settings)
 
 
 class RangedFiles(LocalStore):
@@ -477,7 +476,7 @@ class Gated:
     """Objects of 1000 bytes in fsspec's memory, those from `closed` on read only once the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, closed: int) -> None:
-        monkeypatch.setattr("fastload.fetch.limits.SETTINGS", with_bytes(20_000))
+        monkeypatch.setattr("fastload.fetch.threads.SETTINGS", with_bytes(20_000))
         self.closed = closed
         self.gate = threading.Event()
         self.begun: list[int] = []

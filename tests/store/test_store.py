@@ -29,8 +29,8 @@ from fastload.errors import (
     StoreError,
 )
 from fastload.store import ObjectInfo, Store, failures, open_store, options
+from fastload.store import fsspec as s3fs_store
 from fastload.store import object_store as native
-from fastload.store import s3fs as s3fs_store
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE
 

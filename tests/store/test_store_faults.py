@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
-from fastload.fetch.limits import ConcurrencyLimiter, Hedging, ReadSettings, process_share
 from fastload.fetch.reads import plan_ranges
+from fastload.fetch.threads import ConcurrencyLimiter, Hedging, ReadSettings, process_share
 from fastload.store import failures, open_store
 from tests.engine_cases import BAD, CASES, OBJECTS, SECRET
 from tests.patience import PATIENCE
@@ -286,7 +286,7 @@ def test_a_node_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert process_share(pinned)[0].value == 10
     small = process_share(plain)
     assert small[0].most == 128 and small[1] == 256 << 20
-    monkeypatch.setattr("fastload.fetch.limits.threads", lambda: 4)  # of the kernel
+    monkeypatch.setattr("fastload.fetch.threads.threads", lambda: 4)  # of the kernel
     assert process_share(plain)[0].most == 128, "the node has no more"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert process_share(plain)[0].most == 512

@@ -13,7 +13,7 @@ from fastload.errors import DecodeError
 from fastload.formats.jpeg import DCT_MAGIC
 from fastload.images import decode_image, decode_pil
 from fastload.images import kernel as native
-from fastload.images.dct import available, to_dct
+from fastload.images.decode import available, to_dct
 from tests.photos import (
     LIMIT,
     Pixels,

@@ -23,8 +23,7 @@ from fastload.cache.segment import PLACE, Places
 from fastload.formats.sample import dump
 from fastload.images import kernel as native
 from fastload.images.crop import Crop, noted_boxes
-from fastload.images.dct import to_dct, with_rows
-from fastload.images.decode import Oriented
+from fastload.images.decode import Oriented, to_dct, with_rows
 from fastload.images.rng import sample_seeds
 from tests.photos import pillow_jpeg, png, scene, variants
 

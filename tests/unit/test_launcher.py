@@ -11,7 +11,7 @@ import torch
 
 from fastload import DistributedSampler
 from fastload.distributed import find_rank, local_ranks
-from fastload.fetch.limits import process_share
+from fastload.fetch.threads import process_share
 from fastload.store import open_store
 from fastload.workers.autoscale import ceiling
 

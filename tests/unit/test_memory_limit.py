@@ -11,7 +11,7 @@ import pytest
 
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.fetch.limits import ByteBudget, budgeted_bytes
+from fastload.fetch.threads import ByteBudget, budgeted_bytes
 from fastload.metrics.machine import limit_payloads, payload_limit, usable_bytes
 from fastload.workers.memory_limit import MemoryLimit, WorkerMemory, most_workers
 from tests.loaderdata import Numbers

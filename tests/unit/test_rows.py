@@ -12,7 +12,7 @@ from fastload.errors import DecodeError
 from fastload.formats.jpeg import is_plain_jpeg, jpeg_components, jpeg_orientation, used_index, without_rows
 from fastload.images import decode_image
 from fastload.images import kernel as native
-from fastload.images.dct import Unindexed, with_rows
+from fastload.images.decode import Unindexed, with_rows
 from tests.photos import LIMIT, Pixels, oriented, pillow_jpeg, rare_files, scene, variants
 from tests.photos import kernel_decode as decode
 

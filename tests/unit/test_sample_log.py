@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from fastload import DataLoader, DistributedSampler
 from fastload.cli.app import app
 from fastload.errors import ArgumentError
-from fastload.formats.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, rank_of
-from fastload.trace.sample_log import log_name
+from fastload.trace.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, log_name, rank_of
 from tests.loaderdata import Numbers
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -12,9 +12,9 @@ from PIL import Image
 
 from fastload import Cache, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, DecodeError
-from fastload.gpu.torch_dct import TorchDctDecoder
+from fastload.gpu.decoders import TorchDctDecoder
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.images.dct import available, to_dct
+from fastload.images.decode import available, to_dct
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr

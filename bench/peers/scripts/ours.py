@@ -29,7 +29,7 @@ from fastload import (
     TFRecordDataset,
 )
 from fastload.images import decode_resized, shrink
-from fastload.images.dct import to_dct
+from fastload.images.decode import to_dct
 
 
 def dataset(job, source, cache):

@@ -28,10 +28,9 @@ from fastload.cli.data_source import (
 )
 from fastload.cli.plan.model import Data, Mode, Streaming
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
-from fastload.fetch.limits import SETTINGS
-from fastload.fetch.threads import ReadPool
+from fastload.fetch.threads import SETTINGS, ReadPool
 from fastload.formats.sample import dump, load
-from fastload.images.dct import with_rows
+from fastload.images.decode import with_rows
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import Cores
 from fastload.shards.dataset import SMALL_RECORD
