@@ -30,12 +30,11 @@ from fastload.cache.segment import (
     record_size,
 )
 from fastload.cache.writer import Item
-from fastload.checks import whole_number
+from fastload.checks import parse_size, whole_number
 from fastload.errors import ArgumentError, CacheError
 from fastload.formats.jpeg import DCT_MAGIC
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import need_linux
-from fastload.metrics.units import parse_size
 from fastload.store import Store, open_store
 from fastload.store.files import may_keep, refuse_unsafe
 from fastload.store.process import ProcessLocal

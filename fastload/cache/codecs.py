@@ -22,9 +22,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, ClassVar, Literal
 
+from fastload.checks import format_size
 from fastload.errors import ArgumentError
 from fastload.formats.jpeg import DCT_MAGIC, ROWS_MAGIC
-from fastload.metrics.units import format_size
 
 Mode = Literal["auto", "raw", "dct", "shrunk", "decoded"]
 

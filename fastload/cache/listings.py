@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.cache import Cache
+from fastload.checks import parse_duration
 from fastload.errors import CacheError, FastloadError, StoreError, address
-from fastload.metrics.units import parse_duration
 from fastload.store.base import Store
 from fastload.store.files import open_kept, open_lock, save_kept
 from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from fastload.distributed.agreement import Job
+    from fastload.distributed.launcher import Job
 
 
 _log = logging.getLogger("fastload")
@@ -84,7 +84,7 @@ class Listings:
                 or if another node of the job has listed other objects.
         """
 
-        from fastload.distributed.agreement import find_job  # imports torch, which a pull does without
+        from fastload.distributed.launcher import find_job  # imports torch, which a pull does without
 
         def usable(manifest: Manifest) -> bool:
             try:
@@ -242,7 +242,7 @@ def _is_of(job: Job, entry: dict[str, Any]) -> bool:
 
     Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
     """
-    from fastload.distributed.agreement import is_alive
+    from fastload.distributed.launcher import is_alive
 
     if entry["word"] != job.word:
         return False

@@ -281,10 +281,9 @@ def _new_remotes() -> dict[tuple[str, str], Remote]:
 _remotes = ProcessLocal(_new_remotes)  # by directory and URL
 
 
-def remote_of(cache: Cache) -> Remote | None:
-    """Return this process's `Remote` for the cache, or None without `remote=`."""
-    if cache.remote is None:
-        return None
+def remote_of(cache: Cache) -> Remote:
+    """Return this process's `Remote` for a cache with `remote=`."""
+    assert cache.remote is not None
     remotes, key = _remotes.get(), (cache.path, cache.remote.url)
     if key not in remotes:
         remotes[key] = Remote(cache, cache.remote)

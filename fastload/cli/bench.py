@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from fastload.checks import format_size
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
 from fastload.cli.data_source import DataUrl, Images, SourceOptions, find_kind, open_images
 from fastload.cli.measurement import Bars, measure_epoch
 from fastload.cli.report import JsonOption, Lines, MeasuredEpoch, MeasuredReport, Output, answering, dimmed
-from fastload.metrics.units import format_size
 
 # The parts of the time of the workers and of the trainer.
 STAGES = {

@@ -262,8 +262,8 @@ def _open_shards(
 ) -> Images:
     """Open shards that may have no index: the first records say what is in them."""
     import fastload
+    from fastload.checks import format_size
     from fastload.datasets.sample_files import IMAGES
-    from fastload.metrics.units import format_size
     from fastload.order.sampler import indexed_length
 
     listed = {name: arguments[name] for name in ("cache", "storage_options")}

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from rich.text import Text
 
+from fastload.checks import format_size
 from fastload.cli.report import JsonOption, Lines, Report, answering, dimmed
 from fastload.metrics.machine import usable_cores, why_not_linux
-from fastload.metrics.units import format_size
 from fastload.printable import printable
 
 # As in pyproject.toml, which says why.

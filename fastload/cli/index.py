@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastload.checks import format_size
 from fastload.cli.command_options import StoreOptions, check_usable
 from fastload.cli.data_source import (
     AUTO,
@@ -21,7 +22,6 @@ from fastload.cli.data_source import (
 from fastload.cli.measurement import Bars, Rate
 from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.metrics.units import format_size
 from fastload.shards.formats import FORMATS
 
 

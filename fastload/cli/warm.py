@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastload.checks import format_size
 from fastload.cli.cluster import RayOption
 from fastload.cli.command_options import CORES, CacheOptions, ListingMaxAge, PricesFile, StoreOptions
 from fastload.cli.data_source import DataUrl, SourceOptions
@@ -15,7 +16,6 @@ from fastload.cli.plan.prices import Prices, find_prices
 from fastload.cli.report import JsonOption, Output, answering
 from fastload.cli.warm_report import Quote, Target, WarmReport, report_of
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_size
 
 
 def warm(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
+from fastload.checks import format_size, parse_size
 from fastload.cli.command_options import CacheOptions, check_usable
 from fastload.cli.data_source import OBJECTS, SourceOptions, find_kind, open_dataset
 from fastload.cli.plan.prices import Cost, Prices
 from fastload.cli.report import Lines, MeasuredReport
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_size, parse_size
 
 
 @dataclass(kw_only=True)

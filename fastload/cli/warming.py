@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
 import fastload
+from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.measurement import Bar, Bars, Rate
 from fastload.cli.plan.prices import Prices
@@ -37,7 +38,6 @@ from fastload.datasets.warm import ToRead
 from fastload.datasets.wrappers import view_of
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, StoreError, WorkerError
-from fastload.metrics.units import format_size
 from fastload.order.sampler import indexed_length
 from fastload.shards.dataset import ShardDataset
 

@@ -25,12 +25,12 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec
+from fastload.checks import format_size
 from fastload.errors import CacheError, DecodeError
 from fastload.images import decode
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import active
 from fastload.metrics.machine import memory_for_pages
-from fastload.metrics.units import format_size
 from fastload.store.files import nearest_existing
 from fastload.store.process import speaks
 

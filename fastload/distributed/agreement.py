@@ -11,43 +11,25 @@ rank has published more than k, and ends once all have published a total of at m
 No deadlock: let all ranks have handed out batch k - 1. Then each rank either has a batch k of its own, and
 publishes that without waiting, or it has published its total. So every question about k has an answer that
 waits for no rank, and published answers never change: all ranks reach the same decision, if not at one time.
-
-A `Job` is the ranks that one launcher started, and that live at the same time. It is recognised by what its
-ranks have in common and no other job has: a word in the store, where torch.distributed is initialized; else
-the process that started them. It waits for no other rank: a rank may ask for what the others never ask for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import platform
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed
-import torch.utils.data
-
-from fastload.distributed.launcher import find_rank, launched_as, restarts
+from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError, WorkerError
-from fastload.metrics.machine import call_in_forks
 from fastload.metrics.torch_private import default_store
 
 PATIENCE_SECONDS = 1800.0  # that a rank may be behind; gloo's collectives wait as long
 _PAUSES = (0.001, 0.05)  # seconds between two polls of the store: the first pause, and the longest
 _PIECE = 1 << 20  # the store takes values up to 8 MiB
 _numbers = itertools.count()  # of the loaders of this process; one loader has one number on all ranks
-
-
-def can_agree() -> bool:
-    """Return whether the ranks of this job have a store in common: torch.distributed is initialized."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _prefixed(prefix: str, store: Any) -> Any:
@@ -241,91 +223,3 @@ def _default_store() -> Any:
             "dataset index files"
         )
     return default_store()
-
-
-_forked = False  # the connection of a store belongs to the process that opened it
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-    this_process.cache_clear()
-
-
-call_in_forks(_note_fork)
-
-
-class Job(NamedTuple):
-    """This rank's part in a job of several ranks.
-
-    word: all ranks have it in common. Another job may only have it after this one.
-    rank: the number of this rank.
-    process: see `this_process`.
-    restarts: how often the launcher has started all ranks of this job again.
-    """
-
-    word: str
-    rank: int
-    process: str
-    restarts: int
-
-    def first(self, name: str, text: str) -> str:
-        """Return what the first rank of the job has said under this name: `text`, if this is the first."""
-        if not _has_store():
-            return text
-        return str(default_store().compare_set(f"fastload/{self.word}/{name}", "", text).decode())
-
-
-def find_job() -> Job | None:
-    """Return the job that this process is a rank of; None where it is alone, or nothing tells the others."""
-    with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
-        rank, ranks = find_rank()
-        # A worker has the environment of its rank, and would be taken for it.
-        if ranks > 1 and torch.utils.data.get_worker_info() is None:
-            word = _starter()
-            if _has_store():
-                word = default_store().compare_set("fastload/job", "", word or uuid.uuid4().hex).decode()
-            return Job(word, rank, this_process(), restarts()) if word else None
-    return None
-
-
-def _has_store() -> bool:
-    return can_agree() and not _forked
-
-
-def _starter() -> str:
-    """Return the process that started this one, and what it said about the job; "" if it is gone."""
-    parent = _process(os.getppid())
-    return f"{parent} {launched_as()}" if parent else ""
-
-
-@cache
-def this_process() -> str:
-    """Return a name that no other process has, on any machine."""
-    return _process(os.getpid())
-
-
-def is_alive(process: str) -> bool:
-    """Return whether the process of this name may still run: one of another machine may."""
-    machine, _, rest = process.rpartition(":")
-    return machine != _machine() or _process(int(rest.partition("-")[0])) == process
-
-
-def _process(number: int) -> str:
-    """Return the name of a process of this machine; "" if there is none."""
-    try:
-        # The name of the program, in brackets, may have spaces and brackets of its own.
-        state, *fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else f"{_machine()}:{number}-{fields[18]}"  # the 22nd: when it was started
-
-
-@cache
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        names = Path("/proc/self/ns/pid").readlink()  # a container numbers its processes by itself
-    except OSError:
-        return platform.node()
-    return f"{platform.node()} {boot} {names}"

@@ -1,22 +1,33 @@
-"""This process's rank, world size and position on its node, as its launcher tells them.
+"""This process's rank, world size and position on its node, as its launcher tells them; and its job.
 
 A launcher that runs inside another one comes first: torchrun, mpirun and Ray under SLURM leave SLURM's
 variables unchanged, and these then describe another process. So a launcher's facts about the node are used
 only if its rank is the rank of this process.
+
+A `Job` is the ranks that one launcher started, and that live at the same time. It is recognised by what its
+ranks have in common and no other job has: a word in the store, where torch.distributed is initialized; else
+the process that started them. It waits for no other rank: a rank may ask for what the others never ask for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import sys
+import uuid
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed
+import torch.utils.data
 
 from fastload.errors import ArgumentError
+from fastload.metrics.machine import call_in_forks
+from fastload.metrics.torch_private import default_store
 
 
 class Launched(NamedTuple):
@@ -63,13 +74,18 @@ _OF_THE_JOB = (
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
+def can_agree() -> bool:
+    """Return whether the ranks of this job have a store in common: torch.distributed is initialized."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def find_rank() -> tuple[int, int]:
     """Return (rank, number of ranks) of this process, by torch.distributed or its launcher; else (0, 1).
 
     Raises:
         ArgumentError: a launcher's variables are not integers.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if can_agree():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return next(((said.rank, said.replicas) for said in _said(strict=True)), (0, 1))
 
@@ -98,12 +114,12 @@ def known_local_ranks() -> int | None:
     return None
 
 
-def launched_as() -> str:
+def _launched_as() -> str:
     """Return what the launcher says about the job as a whole: the same for all of its ranks."""
     return " ".join(f"{name}={os.environ[name]}" for name in _OF_THE_JOB if name in os.environ)
 
 
-def restarts() -> int:
+def _restarts() -> int:
     """Return how often torchrun has started all ranks of this job again."""
     return _number(_RESTARTS) or 0
 
@@ -190,3 +206,91 @@ def _from_ray() -> Iterator[Launched]:
 def _number(name: str) -> int | None:
     value = os.environ.get(name, "") if name else ""
     return int(value) if value.isdecimal() else None
+
+
+_forked = False  # the connection of a store belongs to the process that opened it
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+    this_process.cache_clear()
+
+
+call_in_forks(_note_fork)
+
+
+class Job(NamedTuple):
+    """This rank's part in a job of several ranks.
+
+    word: all ranks have it in common. Another job may only have it after this one.
+    rank: the number of this rank.
+    process: see `this_process`.
+    restarts: how often the launcher has started all ranks of this job again.
+    """
+
+    word: str
+    rank: int
+    process: str
+    restarts: int
+
+    def first(self, name: str, text: str) -> str:
+        """Return what the first rank of the job has said under this name: `text`, if this is the first."""
+        if not _has_store():
+            return text
+        return str(default_store().compare_set(f"fastload/{self.word}/{name}", "", text).decode())
+
+
+def find_job() -> Job | None:
+    """Return the job that this process is a rank of; None where it is alone, or nothing tells the others."""
+    with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
+        rank, ranks = find_rank()
+        # A worker has the environment of its rank, and would be taken for it.
+        if ranks > 1 and torch.utils.data.get_worker_info() is None:
+            word = _starter()
+            if _has_store():
+                word = default_store().compare_set("fastload/job", "", word or uuid.uuid4().hex).decode()
+            return Job(word, rank, this_process(), _restarts()) if word else None
+    return None
+
+
+def _has_store() -> bool:
+    return can_agree() and not _forked
+
+
+def _starter() -> str:
+    """Return the process that started this one, and what it said about the job; "" if it is gone."""
+    parent = _process(os.getppid())
+    return f"{parent} {_launched_as()}" if parent else ""
+
+
+@cache
+def this_process() -> str:
+    """Return a name that no other process has, on any machine."""
+    return _process(os.getpid())
+
+
+def is_alive(process: str) -> bool:
+    """Return whether the process of this name may still run: one of another machine may."""
+    machine, _, rest = process.rpartition(":")
+    return machine != _machine() or _process(int(rest.partition("-")[0])) == process
+
+
+def _process(number: int) -> str:
+    """Return the name of a process of this machine; "" if there is none."""
+    try:
+        # The name of the program, in brackets, may have spaces and brackets of its own.
+        state, *fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else f"{_machine()}:{number}-{fields[18]}"  # the 22nd: when it was started
+
+
+@cache
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = Path("/proc/self/ns/pid").readlink()  # a container numbers its processes by itself
+    except OSError:
+        return platform.node()
+    return f"{platform.node()} {boot} {names}"

@@ -49,7 +49,8 @@ from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryLimit, MemoryUse
 from fastload.workers.processes import WorkerProcesses
 from fastload.workers.protocol import WorkerSetup
-from fastload.workers.workers import Arrival, ThisProcess, Workers, allocator
+from fastload.workers.processes import Arrival, Workers
+from fastload.workers.this_process import ThisProcess, allocator
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
@@ -91,9 +92,8 @@ def _remotes(dataset: Any) -> dict[Remote, list[Any]]:
     remotes: dict[Remote, list[Any]] = {}
     for leaf in fastload_datasets(dataset):
         cache = getattr(leaf, "cache", None)
-        remote = remote_of(cache) if isinstance(cache, Cache) else None
-        if remote is not None:
-            remotes.setdefault(remote, []).append(leaf)
+        if isinstance(cache, Cache) and cache.remote is not None:
+            remotes.setdefault(remote_of(cache), []).append(leaf)
     return remotes
 
 

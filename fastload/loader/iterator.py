@@ -25,7 +25,7 @@ from fastload.order.position import Position
 from fastload.order.samplers import Samplers
 from fastload.order.state import WorkerState, reading_state
 from fastload.workers.protocol import EpochStart
-from fastload.workers.workers import Arrival, Workers
+from fastload.workers.processes import Arrival, Workers
 
 
 class LoaderIterator(TorchIterator):

@@ -26,7 +26,7 @@ from fastload.order.order import EpochOrder, segments_of
 from fastload.order.position import Position, continued
 from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
-from fastload.order.state import VERSION, Coming, State, WorkerState
+from fastload.order.state import VERSION, Coming, Identity, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
 from fastload.workers.batch import load_dataset
@@ -98,7 +98,7 @@ class LoaderPosition:
         self._loaded: State | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
         self._streams = StreamAgreement()
-        self._contents = Contents()
+        self._contents: Contents | None = None  # of this epoch, once a state is asked for
         # With persistent workers a run draws one base seed for all its epochs, as torch's does. One that
         # resumes it keeps that seed, with or without such workers, or its samples would be others.
         self._one_seed: int | None = None
@@ -175,8 +175,9 @@ class LoaderPosition:
         """
         samplers, start = Samplers.of(loader), self.start
         samplers.start_epoch()
-        self._contents.forget()
-        streams = self._streams.begin(loader, start.resumed)
+        self._contents = None
+        streamed = view_of(loader.dataset).streams()
+        streams = None if streamed is None else self._streams.begin(loader, streamed, start.resumed)
         workers = copy.deepcopy(start.workers)
         if workers is None:
             states = [worker.state for worker in previous.workers] if previous is not None else []
@@ -238,7 +239,7 @@ class LoaderPosition:
             state.workers = None
         state.sampler = samplers.with_changes(state.sampler)
         state.one_seed = self._one_seed is not None or _is_persistent(loader)
-        state.samples = self._contents.identify(loader)
+        state.samples = self._identify(loader)
         state.recipe = describe(loader)
         return state
 
@@ -268,6 +269,11 @@ class LoaderPosition:
             base_seed = draw_seed(drawing if own is None else own.clone_state())
         return Coming(base_seed, samplers.origin(self.epoch, drawing))
 
+    def _identify(self, loader: Any) -> Identity:
+        if self._contents is None:
+            self._contents = Contents()
+        return self._contents.identify(loader)
+
     def load(self, loader: Any, state: State) -> None:
         """Take up a state.
 
@@ -276,7 +282,7 @@ class LoaderPosition:
         """
         samplers = Samplers.of(loader)
         _check(loader, samplers, state)
-        check_identity(loader, self._contents.identify(loader), state)
+        check_identity(loader, self._identify(loader), state)
         samplers.load(state.sampler)
         if samplers.dealer is not None:
             # With the sources, weights and nodes of this run.

@@ -19,7 +19,8 @@ from typing import Any
 
 from fastload.datasets.views import StreamDataset
 from fastload.datasets.wrappers import view_of
-from fastload.distributed.agreement import Ranks, can_agree
+from fastload.distributed.agreement import Ranks
+from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.order.sampler import ShardSampler, indexed_length
 from fastload.order.state import State, StreamState
@@ -43,21 +44,22 @@ class StreamAgreement:
             return False
         return dataset.must_stream()
 
-    def begin(self, loader: Any, resumed: State | None) -> StreamEpoch | None:
+    def begin(self, loader: Any, dataset: StreamDataset, resumed: State | None) -> StreamEpoch | None:
         """Return the coming epoch as streams; None where it is read by index, as of any map-style dataset.
 
         Args:
             loader: with its sampler already in that epoch.
+            dataset: which its view reads as streams.
             resumed: the loader's state, if that epoch is resumed.
 
         Raises:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
-        sampler, dataset = loader.sampler, view_of(loader.dataset).streams()
-        saved = None if resumed is None else resumed.streams
-        if dataset is not None and not isinstance(sampler, ShardSampler):
+        sampler, saved = loader.sampler, None if resumed is None else resumed.streams
+        if not isinstance(sampler, ShardSampler):
             indexed_length(dataset)  # its `len()` may be a hint, by which torch's samplers give indices
-        if dataset is None or not isinstance(sampler, ShardSampler) or (self._indexed and saved is None):
+            return None
+        if self._indexed and saved is None:
             return None
         count = saved.count if saved is not None else max(1, loader.num_workers)
         if sampler.num_replicas == 1:

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed
 
-from fastload.distributed.agreement import Ranks, can_agree
+from fastload.distributed.agreement import Ranks
+from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
 from fastload.order.mixing import ONE, Mixing, Proportions, in_units
 from fastload.order.sampler import DistributedSampler

@@ -27,7 +27,7 @@ import torch.utils.data
 
 from fastload.checks import check_one_of
 from fastload.distributed import find_launched, find_rank
-from fastload.distributed.agreement import can_agree
+from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
 
 _VERSION = 1

@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.checks import whole_number
+from fastload.checks import parse_size, whole_number
 from fastload.errors import ArgumentError
 from fastload.fetch.threads import ReadPool, process_share
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
-from fastload.metrics.units import parse_size
 from fastload.shards.index import RecordId
 from fastload.shards.reader import CachedReader, ReadAhead
 from fastload.shards.records import IndexedShards

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
+from fastload.checks import format_size
 from fastload.errors import LimitError, StoreTimeoutError
 from fastload.metrics.machine import memory_file
-from fastload.metrics.units import format_size
 from fastload.store.process import ProcessLocal
 
 # The memory is an array of `RequestCounts`, each as `_WIDTH` numbers of 64 bits. The first one holds how many

@@ -18,11 +18,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.checks import whole_number
+from fastload.checks import parse_size, whole_number
 from fastload.errors import ArgumentError
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
-from fastload.metrics.units import parse_size
 from fastload.store.base import Reading, Store
 from fastload.store.budget import Limits, RequestBudget
 from fastload.store.failures import public_url, redacted

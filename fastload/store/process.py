@@ -7,7 +7,7 @@ Some modules need more than that when a process forks, and register hooks of the
   trainer end.
 * `cache.access` lets no LMDB transaction be open at a fork, and closes the environment in the child.
 * `metrics.counters` starts the child's counters at zero, and `metrics.machine` lifts the limits of payloads.
-* `distributed.agreement` leaves the connection of torch's key-value store to the parent.
+* `distributed.launcher` leaves the connection of torch's key-value store to the parent.
 * `workers.protocol` closes the trainer's ends of channels in the child; `workers.slots` uses the slots that
   the child can see no more.
 

@@ -34,14 +34,10 @@ _LIKE = {
 
 
 class Contents:
-    """The digests of what a loader holds. Large lists are read once an epoch."""
+    """The digests of what a loader holds. Large lists are read once; they may be changed in place later."""
 
     def __init__(self) -> None:
         self._read: dict[int, tuple[Any, str | None]] = {}
-
-    def forget(self) -> None:
-        """Forget what was read: what is held may have been changed in place."""
-        self._read.clear()
 
     def identify(self, loader: Any) -> Identity:
         """Return what tells the samples of a loader from others."""

@@ -20,11 +20,11 @@ import re
 import time
 from typing import Any, NamedTuple
 
+from fastload.checks import format_size, parse_size
 from fastload.distributed import known_local_ranks
 from fastload.errors import ArgumentError
 from fastload.fetch.threads import budgeted_bytes
 from fastload.metrics.machine import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
-from fastload.metrics.units import format_size, parse_size
 from fastload.workers.autoscale import ceiling
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)

@@ -18,8 +18,8 @@ from torch.utils.data import Subset
 
 from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, TableDataset
 from fastload.cache import listings
+from fastload.checks import parse_duration
 from fastload.errors import ArgumentError
-from fastload.metrics.units import parse_duration
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fastload.checks import format_money
 from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.plan.prices import find_prices
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_money
 
 OWN = 'currency = "EUR"\nget = 0.5\nlist = 5\negress = 0.25\nsource = "contract, 2026-11-22"\n'
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.command_options import StoreOptions, parse_pairs
 from fastload.cli.convert.sample_forms import FORMS
@@ -19,7 +20,6 @@ from fastload.cli.data_source import AUTO, KindOption
 from fastload.cli.measurement import Bars
 from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_size
 
 _RENAMES = 10  # shown
 
@@ -129,8 +129,8 @@ def convert(
     """
     with answering(as_json) as output:
         options = store.parse()
+        from fastload.checks import parse_size
         from fastload.cli.convert.source import open_source
-        from fastload.metrics.units import parse_size
 
         size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
         opened = open_source(source, kind, options, size, shuffle)

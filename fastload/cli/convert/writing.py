@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Task
 from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
 from fastload.cli.convert.source import Objects, Packed
@@ -19,7 +20,6 @@ from fastload.cli.measurement import Bars, Rate
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
-from fastload.metrics.units import format_size
 from fastload.store import ObjectInfo
 from fastload.store.manifest import Manifest
 

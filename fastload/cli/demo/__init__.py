@@ -21,10 +21,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from fastload.checks import format_size
 from fastload.cli.measurement import Bars, measure_epoch
 from fastload.cli.report import JsonOption, Lines, MeasuredEpoch, MeasuredReport, answering, dimmed
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_size
 
 BATCH_SIZE = 64
 SIZE = 224

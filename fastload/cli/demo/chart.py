@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastload.metrics.units import format_size
+from fastload.checks import format_size
 
 GREY, BLUE, GREEN, INK, FAINT = "#a8b0ba", "#4c8bf5", "#12a150", "#1f2933", "#7b8794"
 BAR_HEIGHT = 64

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from fastload.checks import format_size, parse_size
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
 from fastload.cli.data_source import INDEXABLE, DataUrl, SourceOptions, find_kind
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
 from fastload.cli.plan.prices import Cost, Prices, find_prices
 from fastload.cli.report import JsonOption, Lines, MeasuredReport, answering, dimmed
-from fastload.metrics.units import format_size, parse_size
 
 ADVICE = {
     "GPUs": "the GPUs are the limit: the loader is fast enough",

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from fastload.checks import format_money
 from fastload.errors import ArgumentError
-from fastload.metrics.units import format_money
 
 _NUMBERS = ("get", "list", "egress")
 
