@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from fastload import errors as errors
     from fastload import testing as testing
     from fastload.cache import Cache
-    from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.mixture import Mixture
-    from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.objects import ImageFolder, ObjectDataset
     from fastload.datasets.sample_files import File
     from fastload.datasets.table import TableDataset
     from fastload.datasets.wrappers import cached, map
@@ -47,7 +46,7 @@ _HOME = {
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.order.sampler",
     "File": "fastload.datasets.sample_files",
-    "ImageFolder": "fastload.datasets.image_folder",
+    "ImageFolder": "fastload.datasets.objects",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
     "Mixture": "fastload.datasets.mixture",

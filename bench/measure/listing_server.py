@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from bench.data import ROOT
 from fastload.cli.demo.photos import make_photo
 from fastload.cli.demo.s3_server import tethered
-from fastload.datasets.image_folder import ReadOnlyList
+from fastload.datasets.objects import ReadOnlyList
 
 __all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]
 

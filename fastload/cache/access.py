@@ -20,7 +20,7 @@ from fastload.cache.directory import DAMAGED, Directory, identity, open_root
 from fastload.errors import CacheError, address
 from fastload.metrics.counters import Counters
 from fastload.printable import warn
-from fastload.store.process import ProcessLocal, speaks
+from fastload.store.node import ProcessLocal, speaks
 
 _FLUSH_SECONDS = 60.0
 

@@ -36,8 +36,7 @@ from fastload.formats.jpeg import DCT_MAGIC
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import need_linux
 from fastload.store import Store, open_store
-from fastload.store.files import may_keep, refuse_unsafe
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal, may_keep, refuse_unsafe
 
 Fit = Literal["yes", "too large", "full"]
 

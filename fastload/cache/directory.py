@@ -49,7 +49,7 @@ from fastload.cache.segment import (
 )
 from fastload.cache.writer import FULL, InflightLocks, Writer
 from fastload.errors import CacheError
-from fastload.store.files import DIR_FLAGS, is_part, make_root, whole_file
+from fastload.store.node import DIR_FLAGS, is_part, make_root, whole_file
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"

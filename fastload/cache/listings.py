@@ -24,9 +24,9 @@ from fastload.cache.cache import Cache
 from fastload.checks import parse_duration
 from fastload.errors import CacheError, FastloadError, StoreError, address
 from fastload.store.base import Store
-from fastload.store.files import open_kept, open_lock, save_kept
 from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
+from fastload.store.node import open_kept, open_lock, save_kept
 
 if TYPE_CHECKING:
     from fastload.distributed.launcher import Job

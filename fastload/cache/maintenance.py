@@ -18,7 +18,7 @@ from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, PULLING, PUSHING
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
 from fastload.cache.writer import LOCK_FILES
 from fastload.errors import CacheError
-from fastload.store.files import is_ours, is_part, nearest_existing
+from fastload.store.node import is_ours, is_part, nearest_existing
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets

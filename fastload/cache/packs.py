@@ -33,7 +33,7 @@ from fastload.cache.segment import KEY_SIZE, MAX_PAYLOAD
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
-from fastload.store.files import is_part
+from fastload.store.node import is_part
 
 VERSION = 1
 _MAGIC = b"FLPK"

@@ -45,7 +45,7 @@ from fastload.metrics.machine import memory_file
 from fastload.printable import warn
 from fastload.store import Store
 from fastload.store.client_process import keep_clients_here
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 _END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for

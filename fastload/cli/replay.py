@@ -437,7 +437,7 @@ def _below(sample: Any) -> tuple[str, ...]:
 
 
 def _write(option: str, path: Path, content: bytes) -> None:
-    from fastload.store.files import whole_file
+    from fastload.store.node import whole_file
 
     try:
         with whole_file(path, mode=0o644) as file:

@@ -31,8 +31,7 @@ from fastload.images import decode
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import active
 from fastload.metrics.machine import memory_for_pages
-from fastload.store.files import nearest_existing
-from fastload.store.process import speaks
+from fastload.store.node import nearest_existing, speaks
 
 _log = logging.getLogger("fastload")
 

@@ -1,13 +1,15 @@
-"""One sample per object under a URL."""
+"""One sample per object under a URL; and torchvision's ImageFolder, whose samples have a target too."""
 
 from __future__ import annotations
 
+import operator
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
@@ -16,9 +18,10 @@ from fastload.cache.listings import Listings
 from fastload.checks import check_function, check_index
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
-from fastload.datasets.sample_transforms import Transform
+from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
+from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
@@ -225,3 +228,256 @@ class ObjectDataset(StoreDataset):
                 f"themselves, with Normalize as batch_transform=; found transform={self.transform!r}"
             )
         return self._payloads.codec.why_not_on(decoder)
+
+
+_CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
+_RELABEL = "change labels with target_transform=, or override __getitem__"
+_NAME = "pass the class names, in the order of their indices, as classes="
+_HOOKS = dict.fromkeys(("find_classes", "make_dataset"), f"{_NAME}; {_CHOOSE}")
+_CHUNK = 4096
+_WHOLE, _SHOWN = 20, 3  # items of a list whose text is whole; of each end of a longer one
+_IMAGE, _TARGET = "image", "target"
+_OPEN = "open images with transform=, or in a __getitem__ of your own"
+
+T = TypeVar("T")
+
+
+class ImageFolder(ObjectDataset):
+    """Images in one folder per class, `url/class/.../name.jpg`; samples are (image, target).
+
+    Classes, their order, the order of samples and the accepted file names are torchvision's. A subclass may
+    override `__getitem__` or `__getitems__`, as in `ObjectDataset`; the other hooks of torchvision's class,
+    such as `find_classes` and `loader`, are refused.
+
+    Example::
+
+        from fastload import CenterCrop, ImageFolder, RandomResizedCrop
+
+        train = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5), cache="/ssd/cache")
+        val = ImageFolder("s3://bucket/val", CenterCrop(224, resize=256), classes=train.classes)
+        image, label = val[0]  # uint8 tensor (3, 224, 224), int
+        train.classes, train.targets[0], train.samples[0]  # ["cat", "dog"], 0, ("cat/0000.jpg", 0)
+
+    Args:
+        url: any fsspec URL or path.
+        transform: a fused transform of fastload (the image is then a uint8 tensor), or any callable on a
+            `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
+        target_transform: function of the class index that returns the target, any object. None: the class
+            index. `targets` and `samples` keep the index.
+        keys: the samples, as "class/name.jpg" relative to `url`, in this order; one may be there twice. As in
+            `ObjectDataset`. None: all images below `url`, in torchvision's order.
+        classes: the class names, in the order of their indices; they are not sorted. A folder with another
+            name is an error. None: every folder below `url`, sorted by name, also with `keys` of a few of
+            them. An http server tells no folders: there, the folders of `keys`.
+        allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
+        storage_options: for `open_store`.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
+        on_change: as in `ObjectDataset`.
+
+    Raises:
+        NotFoundError: there are no folders, or a class has no image.
+        ArgumentError: a folder is not among `classes`, or an argument is invalid.
+        AccessDeniedError, StoreError: as in `ObjectDataset`.
+    """
+
+    _computed: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("samples", "imgs"), f"{_CHOOSE}; {_RELABEL}"),
+        "targets": f"{_RELABEL}; {_CHOOSE}",
+        **dict.fromkeys(("classes", "class_to_idx"), _NAME),
+        "loader": _OPEN,
+        **dict.fromkeys(("is_valid_file", "extensions"), _CHOOSE),
+    }
+
+    _image = _IMAGE
+
+    def __init__(
+        self,
+        url: str,
+        transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
+        *,
+        keys: Iterable[str] | None = None,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        listing_max_age: float | str = 0,
+        on_change: str = "error",
+    ) -> None:
+        for name, instead in (self._computed | _HOOKS).items():
+            if getattr(type(self), name, None) is not getattr(ImageFolder, name, None):
+                raise ArgumentError(f"{type(self).__name__}.{name} is not supported: {instead}")
+        self.target_transform = target_transform
+        self._classes: list[str] | None = None if classes is None else _checked_names(classes)
+        self._allow_empty = allow_empty
+        super().__init__(
+            url,
+            transform=transform,
+            keys=keys,
+            cache=cache,
+            storage_options=storage_options,
+            listing_max_age=listing_max_age,
+            on_change=on_change,
+        )
+        if self._classes is None:
+            self._classes = self._manifest.classes or []
+        indices = self.class_to_idx
+        # Of folders, not of samples: the labels of millions stay in memory that workers share.
+        self._index_of = np.array([indices[name] for name in self._manifest.classes or []], dtype=np.int64)
+
+    @property
+    def classes(self) -> list[str]:
+        """The class names, in the order of their indices."""
+        return list(self._classes or [])
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """Class name -> class index."""
+        return {name: index for index, name in enumerate(self.classes)}
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The class index of every sample."""
+        return ReadOnlyList(len(self._manifest), self._labels, self._computed["targets"])
+
+    @property
+    def samples(self) -> Sequence[tuple[str, int]]:
+        """(key, class index) of every sample."""
+        return ReadOnlyList(len(self._manifest), self._entries, self._computed["samples"])
+
+    imgs = samples
+
+    @property
+    def target_transform(self) -> Any:
+        """As it was given; it may be set again."""
+        return self._target_transform
+
+    @target_transform.setter
+    def target_transform(self, function: Callable[[int], Any] | None) -> None:
+        check_function("target_transform", function)
+        self._target_transform = function
+        if "_transform" in self.__dict__:
+            self.transform = self._transform
+
+    def _list(self, keys: list[str] | None) -> Manifest:
+        query = ListingQuery(
+            labels=True,
+            classes=self._classes,
+            allow_empty=self._allow_empty or keys is not None,
+            keys=None if keys is None else Keys(keys, folders=self._classes is None),
+        )
+        return self._listings.open(self._store, query)
+
+    def _labels(self, start: int, stop: int) -> list[int]:
+        labels: list[int] = self._class_indices(slice(start, stop)).tolist()
+        return labels
+
+    def _entries(self, start: int, stop: int) -> list[tuple[str, int]]:
+        return list(zip(self._manifest.keys(start, stop), self._labels(start, stop), strict=True))
+
+    def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return super()._identities(records) + self._class_indices(records).view(np.uint64)
+
+    def _class_indices(self, records: Any) -> NDArray[np.int64]:
+        assert self._manifest.labels is not None
+        indices: NDArray[np.int64] = self._index_of[self._manifest.labels[records]]
+        return indices
+
+    def _new_builder(self, transform: Transform) -> SampleBuilder:
+        functions = {_IMAGE: transform, _TARGET: self.target_transform}
+        parts = {name: function for name, function in functions.items() if function is not None}
+        fields, values = ImageFields(_IMAGE), _Targets(self)
+        return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
+
+    def _known_images(self, transform: Any) -> Images:
+        # A mask's values are in its file.
+        return Images.UNKNOWN if images_kept(transform) else self._unless_overridden()
+
+
+class _Targets:
+    """The class indices of the samples of a folder. See `ValueColumns`."""
+
+    names = (_TARGET,)
+    regular = frozenset(names)
+
+    def __init__(self, dataset: ImageFolder) -> None:
+        self._dataset = dataset
+
+    def row(self, record: int) -> dict[str, Any]:
+        return {_TARGET: int(self._dataset._class_indices(record))}
+
+    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
+        return allocate((n,), torch.int64)
+
+    def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
+        columns[_TARGET].numpy()[rows] = self._dataset._class_indices(records)
+
+
+def _checked_names(classes: Any) -> list[str]:
+    names = list(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else []
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ArgumentError(
+            "classes must be a list of different class names, in the order of their indices, found "
+            f"{classes!r}"
+        )
+    return names
+
+
+class ReadOnlyList(Sequence[T]):
+    """Behaves as the list of its items, but cannot be changed; slices of it and sums with it are lists.
+
+    Args:
+        count: how many items there are.
+        items: (start, stop) -> the list of these items.
+        instead: advice for the error of those that try to change it.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, count: int, items: Callable[[int, int], list[T]], instead: str) -> None:
+        self._count, self._items, self._instead = count, items, instead
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._count)[index]  # an IndexError of it is a list's, but for one word
+        if isinstance(places, int):
+            return self._items(places, places + 1)[0]
+        if places.step == 1:
+            return self._items(places.start, max(places.start, places.stop))
+        return [self[place] for place in places]
+
+    def __iter__(self) -> Iterator[T]:
+        for start in range(0, self._count, _CHUNK):  # one by one takes ten times as long
+            yield from self._items(start, min(start + _CHUNK, self._count))
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        raise TypeError(f"this list is made from the listing, and cannot be changed: {self._instead}")
+
+    def __delitem__(self, index: object) -> NoReturn:
+        self[index] = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReadOnlyList | list):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self, *other] if isinstance(other, ReadOnlyList | list) else NotImplemented
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self] if isinstance(other, list) else NotImplemented
+
+    def __repr__(self) -> str:
+        """Return the list's text, cut where it is long: of a million items it would be 40 MB."""
+        if self._count <= _WHOLE:
+            return repr(list(self))
+        begin, end = (repr(self[part])[1:-1] for part in (slice(_SHOWN), slice(self._count - _SHOWN, None)))
+        return f"[{begin}, ..., {end}] ({self._count:,} items)"

@@ -39,7 +39,7 @@ from fastload.fetch.reads import Source
 from fastload.metrics.counters import Counters
 from fastload.store.budget import RequestBudget
 from fastload.store.manifest import Manifest
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 SOME = 256  # records that stand for all
 

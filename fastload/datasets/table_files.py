@@ -31,8 +31,8 @@ from fastload.formats.pieces import Inflater, kind_of, too_large
 from fastload.store import open_store
 from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.failures import redacted
+from fastload.store.node import SharedFile
 from fastload.store.open import check_protocol
-from fastload.store.process import SharedFile
 
 _KINDS = {
     "csv": "CSV",

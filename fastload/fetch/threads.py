@@ -24,7 +24,7 @@ from fastload.images.kernel import threads
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.store import Store
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ from fastload.trace.digest import Digest, find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryLimit, MemoryUse
-from fastload.workers.processes import WorkerProcesses
+from fastload.workers.processes import Arrival, WorkerProcesses, Workers
 from fastload.workers.protocol import WorkerSetup
-from fastload.workers.processes import Arrival, Workers
 from fastload.workers.this_process import ThisProcess, allocator
 
 if TYPE_CHECKING:

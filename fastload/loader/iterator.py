@@ -24,8 +24,8 @@ from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.order.position import Position
 from fastload.order.samplers import Samplers
 from fastload.order.state import WorkerState, reading_state
-from fastload.workers.protocol import EpochStart
 from fastload.workers.processes import Arrival, Workers
+from fastload.workers.protocol import EpochStart
 
 
 class LoaderIterator(TorchIterator):

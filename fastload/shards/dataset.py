@@ -40,7 +40,7 @@ from fastload.shards.records import (
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.budget import RequestBudget
 from fastload.store.failures import sleep
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 _OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import CacheError
 from fastload.formats.pieces import Offsets
-from fastload.store.files import open_kept, save_kept
+from fastload.store.node import open_kept, save_kept
 
 _log = logging.getLogger("fastload")
 

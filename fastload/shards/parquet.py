@@ -19,7 +19,7 @@ from fastload.shards.index import RecordId, digest_of
 from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows

@@ -36,7 +36,7 @@ from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard
 from fastload.shards.stream import Span
 from fastload.store import Store
-from fastload.store.files import open_kept, save_kept
+from fastload.store.node import open_kept, save_kept
 
 Condition = tuple[str, str, Any]
 

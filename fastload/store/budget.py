@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from fastload.checks import format_size
 from fastload.errors import LimitError, StoreTimeoutError
 from fastload.metrics.machine import memory_file
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 # The memory is an array of `RequestCounts`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
 # processes have one of their own; the second one is for all. Pages that nobody has written take no memory.

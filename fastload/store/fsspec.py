@@ -54,8 +54,8 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, public_url
+from fastload.store.node import ProcessLocal
 from fastload.store.options import public_options, secret_values
-from fastload.store.process import ProcessLocal
 
 _PAGE = 1000
 _COPY = 8 << 20

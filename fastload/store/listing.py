@@ -25,7 +25,7 @@ from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import ObjectInfo, Page, Store
 from fastload.store.local import LocalStore
 from fastload.store.manifest import Columns, Manifest
-from fastload.store.process import SharedFile
+from fastload.store.node import SharedFile
 
 _log = logging.getLogger("fastload")
 

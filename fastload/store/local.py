@@ -25,7 +25,7 @@ from fastload.store.base import (
     check_version,
 )
 from fastload.store.failures import StoreLocation
-from fastload.store.files import whole_file
+from fastload.store.node import whole_file
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000

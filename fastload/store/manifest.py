@@ -32,8 +32,7 @@ import xxhash
 
 from fastload.errors import CacheError
 from fastload.store.base import Page, Store
-from fastload.store.files import open_kept, save_kept
-from fastload.store.process import SharedFile
+from fastload.store.node import SharedFile, open_kept, save_kept
 
 _log = logging.getLogger("fastload")
 

@@ -32,7 +32,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, as_bucket, public_url
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 from fastload.store.workarounds import Answer, OnePass, SlashKeys
 
 if TYPE_CHECKING:

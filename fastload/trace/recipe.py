@@ -46,7 +46,7 @@ _ARGUMENTS = {
 }
 # Class -> its module, which is imported where one is made.
 _DATASETS = {
-    "ImageFolder": "fastload.datasets.image_folder",
+    "ImageFolder": "fastload.datasets.objects",
     "ObjectDataset": "fastload.datasets.objects",
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",

@@ -30,14 +30,23 @@ import torch.multiprocessing
 
 from fastload.errors import WorkerError
 from fastload.metrics.counters import BadSamples, Counters
-from fastload.workers.memory_limit import MemoryUse
 from fastload.order.state import WorkerState
-from fastload.workers.protocol import Failure, Fingerprint, Channel, EpochStart, Exclude, Result, Work, WorkerSetup
+from fastload.workers.memory_limit import MemoryUse
+from fastload.workers.protocol import (
+    Channel,
+    EpochStart,
+    Exclude,
+    Failure,
+    Fingerprint,
+    Result,
+    Work,
+    WorkerSetup,
+)
 from fastload.workers.slots import Pin, SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
 
 # By the fork server; obstore starts its threads with its first request, not on import.
-PRELOADED = ("torch", "fastload.workers.worker", "fastload.datasets.image_folder", "obstore.store")
+PRELOADED = ("torch", "fastload.workers.worker", "fastload.datasets.objects", "obstore.store")
 
 _LIVENESS_INTERVAL = 0.5  # seconds between checks of the processes while waiting for a batch
 # torch's wording, which scripts may filter or tests expect.

@@ -7,8 +7,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -18,9 +17,9 @@ from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import limit_payloads
 from fastload.order.state import WorkerState
 from fastload.workers.batch import StreamOver, open_source
-from fastload.workers.processes import Arrival, Workers
 from fastload.workers.collate import note_sample
-from fastload.workers.protocol import EpochStart, Failure, Fingerprint, Work, WorkerSetup
+from fastload.workers.processes import Arrival, Workers
+from fastload.workers.protocol import EpochStart, Work, WorkerSetup
 from fastload.workers.sample_threads import GeneratorStates
 
 

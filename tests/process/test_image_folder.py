@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.datasets.image_folder import ReadOnlyList
+from fastload.datasets.objects import ReadOnlyList
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
 from fastload.gpu.dali import why_no_dali
 from tests.faultserver import LIST, FaultServer

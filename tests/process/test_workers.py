@@ -637,7 +637,7 @@ _PRELOADING = """
             multiprocessing.set_forkserver_preload(sys.argv[1:])
         for _ in range(2):
             loader = DataLoader(
-                Imported(["json.tool", "fastload.datasets.image_folder"]),
+                Imported(["json.tool", "fastload.datasets.objects"]),
                 num_workers=1,
                 collate_fn=identity,
                 multiprocessing_context="forkserver",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastload.store.files import is_part, nearest_existing, whole_file
+from fastload.store.node import is_part, nearest_existing, whole_file
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:

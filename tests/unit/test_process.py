@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 
 def _in_child(check: Callable[[], bool]) -> bool:

@@ -14,13 +14,13 @@ from fastload import Cache, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, DecodeError
 from fastload.gpu.decoders import TorchDctDecoder
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.images.decode import available, to_dct
+from fastload.images.decode import has_records, to_dct
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr
 from tests.photos import pillow_jpeg, png, scene, variants
 
-pytestmark = pytest.mark.skipif(not available(), reason="the kernel is not built: pip install -e .")
+pytestmark = pytest.mark.skipif(not has_records(), reason="the kernel is not built: pip install -e .")
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 RECORDS = {kind: to_dct(data) for kind, data in variants().items()}
