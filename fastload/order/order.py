@@ -17,7 +17,6 @@ from torch.utils.data import BatchSampler
 
 from fastload.errors import ArgumentError
 from fastload.order.exclusions import Segment
-from fastload.order.mixture_sampler import mixed_at
 from fastload.order.sampler import Dealt, DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 
@@ -220,7 +219,7 @@ def segments_of(orders: Iterable[EpochOrder]) -> list[Segment]:
             sample = segments[-1].start(order.step)
         elif order.step and order.dealt is not None:
             sample = order.dealt.consumed
-        elif order.step and (mixed := mixed_at(order.sampler.state)) is not None:
+        elif order.step and (mixed := order.sampler.mixed) is not None:
             sample = mixed.consumed
         segments.append(Segment(order.step, sample, order.per_step))
     return segments

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import ArgumentError
 from fastload.order.exclusions import Edited, Filter
-from fastload.order.mixture_sampler import mixed_at
 from fastload.order.order import EpochOrder
 from fastload.order.sampler import DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
@@ -394,7 +393,7 @@ def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -
     if not earlier:
         return [order]
     before = earlier[-1]
-    mixed = mixed_at(order.sampler.state)
+    mixed = order.sampler.mixed
     if mixed is not None and _proportions(before) != mixed.proportions:
         # Weights that were to be set later may not be set now.
         earlier = [
@@ -409,7 +408,7 @@ def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -
 
 def _proportions(order: EpochOrder) -> Any:
     """Return the sources and weights that a mixture was given; None where the order is not of a mixture."""
-    mixed = mixed_at(order.sampler.state)
+    mixed = order.sampler.mixed
     return None if mixed is None else mixed.proportions
 
 

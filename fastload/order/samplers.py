@@ -26,7 +26,7 @@ from torch.utils.data import (
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.metrics.torch_private import default_device
-from fastload.order.mixture_sampler import MixtureSampler
+from fastload.order.mixture_sampler import MixedAt, MixtureSampler, mixed_at
 from fastload.order.sampler import DistributedSampler, ShardSampler
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
@@ -75,6 +75,11 @@ class SamplerState:
     epoch: int | None
     state: Any
     over: bool
+
+    @property
+    def mixed(self) -> MixedAt | None:
+        """What the state says of a mixture; None where it is not a mixture's."""
+        return None if self.state is None else mixed_at(self.state)
 
 
 class Samplers:

@@ -13,7 +13,7 @@ from fastload.errors import DecodeError
 from fastload.formats.jpeg import DCT_MAGIC
 from fastload.images import decode_image, decode_pil
 from fastload.images import kernel as native
-from fastload.images.decode import available, to_dct
+from fastload.images.decode import has_records, to_dct
 from tests.photos import (
     LIMIT,
     Pixels,
@@ -26,7 +26,7 @@ from tests.photos import (
 from tests.photos import kernel_decode as decode
 
 kernel: Any = native.kernel
-pytestmark = pytest.mark.skipif(not available(), reason="the kernel is not built: pip install -e .")
+pytestmark = pytest.mark.skipif(not has_records(), reason="the kernel is not built: pip install -e .")
 
 FILES = rare_files()
 UNFINISHED = FILES.pop("unfinished")
@@ -172,7 +172,7 @@ def test_record_without_the_kernel_is_refused_by_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "kernel", None)
     with pytest.raises(DecodeError, match="a record of a cache, which only the compiled kernel reads"):
         decode_image(record)
-    assert not available() and to_dct(data) == data
+    assert not has_records() and to_dct(data) == data
 
 
 # ---------------------------------------------------------------- damage
