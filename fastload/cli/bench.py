@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,8 +13,17 @@ from rich.table import Table
 from fastload.checks import format_size
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
 from fastload.cli.data_source import DataUrl, Images, SourceOptions, find_kind, open_images
-from fastload.cli.measurement import Bars, measure_epoch
-from fastload.cli.report import JsonOption, Lines, MeasuredEpoch, MeasuredReport, Output, answering, dimmed
+from fastload.cli.report import (
+    Bars,
+    JsonOption,
+    Lines,
+    MeasuredEpoch,
+    MeasuredReport,
+    Output,
+    answering,
+    dimmed,
+)
+from fastload.metrics.bottleneck import explain_bottleneck
 
 # The parts of the time of the workers and of the trainer.
 STAGES = {
@@ -144,3 +153,63 @@ def _measure(
             measure_epoch(loader, bars.add(f"epoch {number}", source.length).update)
             for number in range(1, epochs + 1)
         ]
+
+
+def measure_epoch(
+    loader: Any,
+    progress: Callable[[int, float], None],
+    *,
+    image_bytes: float | None = None,
+    seconds_at_most: float = float("inf"),
+) -> MeasuredEpoch:
+    """Iterate over `loader` once and time it, start of the workers included.
+
+    Args:
+        loader: of batches of samples; torch's has no counters.
+        progress: called after each batch with the images and the seconds so far.
+        image_bytes: mean size of an encoded image; None: as the counters say.
+        seconds_at_most: stop after the first batch that ends later.
+    """
+    images, first_batch, elapsed = 0, 0.0, 0.0
+    before = _counters(loader)
+    start = time.perf_counter()
+    for batch in loader:
+        elapsed = time.perf_counter() - start
+        first_batch = first_batch or elapsed
+        images += count_samples(batch)
+        progress(images, elapsed)
+        if elapsed > seconds_at_most:
+            break
+    after = _counters(loader).items()
+    counters = {name: round(value - before.get(name, 0), 6) for name, value in sorted(after)}
+    total_bytes = images * (_image_bytes(counters) if image_bytes is None else image_bytes)
+    return MeasuredEpoch(
+        images=images,
+        bytes=round(total_bytes),
+        seconds=round(elapsed, 4),
+        first_batch_seconds=round(first_batch, 4),
+        images_per_second=round(images / elapsed, 1),
+        megabytes_per_second=round(total_bytes / elapsed / 1e6, 2),
+        counters=counters or None,
+        verdict=explain_bottleneck(counters) if counters else None,
+    )
+
+
+def _counters(loader: Any) -> dict[str, float]:
+    return dict(loader.stats()["counters"]) if hasattr(loader, "stats") else {}
+
+
+def _image_bytes(counters: dict[str, float]) -> float:
+    """Return the mean size of the encoded images that were read."""
+    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
+    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
+
+
+def count_samples(batch: Any) -> int:
+    """Return how many samples a batch has: the length of its first column."""
+    while isinstance(batch, dict | tuple | list) and batch:
+        inner = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        if isinstance(inner, str | bytes | int | float):  # a column that is a list
+            break
+        batch = inner
+    return len(batch)

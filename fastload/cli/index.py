@@ -19,8 +19,7 @@ from fastload.cli.data_source import (
     list_shards,
     open_dataset,
 )
-from fastload.cli.measurement import Bars, Rate
-from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
+from fastload.cli.report import Bars, Fault, JsonOption, Lines, MeasuredReport, Output, Rate, answering
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.shards.formats import FORMATS
 

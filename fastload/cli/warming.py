@@ -21,9 +21,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import fastload
 from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
-from fastload.cli.measurement import Bar, Bars, Rate
 from fastload.cli.plan.prices import Prices
-from fastload.cli.report import Output
+from fastload.cli.report import Bar, Bars, Output, Rate
 from fastload.cli.warm_report import (
     Failure,
     Filled,

@@ -17,8 +17,7 @@ from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.command_options import StoreOptions, parse_pairs
 from fastload.cli.convert.sample_forms import FORMS
 from fastload.cli.data_source import AUTO, KindOption
-from fastload.cli.measurement import Bars
-from fastload.cli.report import Fault, JsonOption, Lines, MeasuredReport, Output, answering
+from fastload.cli.report import Bars, Fault, JsonOption, Lines, MeasuredReport, Output, answering
 from fastload.errors import ArgumentError
 
 _RENAMES = 10  # shown

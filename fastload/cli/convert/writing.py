@@ -16,7 +16,7 @@ from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Task
 from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
 from fastload.cli.convert.source import Objects, Packed
-from fastload.cli.measurement import Bars, Rate
+from fastload.cli.report import Bars, Rate
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters

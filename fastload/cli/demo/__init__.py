@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fastload.checks import format_size
-from fastload.cli.measurement import Bars, measure_epoch
-from fastload.cli.report import JsonOption, Lines, MeasuredEpoch, MeasuredReport, answering, dimmed
+from fastload.cli.bench import measure_epoch
+from fastload.cli.report import Bars, JsonOption, Lines, MeasuredEpoch, MeasuredReport, answering, dimmed
 from fastload.errors import ArgumentError
 
 BATCH_SIZE = 64
