@@ -258,9 +258,6 @@ class StoreView(PlainView):
         records = "torch" in self.dataset._payloads.codec.decoders
         return self.dataset._builder.new_batch(n, allocate, encoded=True, records=records)
 
-    def finish_encoded_batch(self, batch: RowBatch) -> Any:
-        return self.finish_batch(batch)
-
 
 def _numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (rows, records) of the requests whose samples are among `count`."""

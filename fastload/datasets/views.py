@@ -192,7 +192,7 @@ class EncodedRows(Protocol):
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         """As `View.new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
 
-    def finish_encoded_batch(self, batch: Any) -> Any:
+    def finish_batch(self, batch: Any) -> Any:
         """Return the batch with all its rows filled, and `EncodedImages` in that place."""
 
 

@@ -268,28 +268,25 @@ def check_protocol(url: Any, named_by: str, instead: str) -> str:
     return protocol
 
 
-def options_from_file(
-    url: Any, options: Mapping[str, Any], given: Mapping[str, Any], named_by: str
-) -> dict[str, Any]:
-    """Return the options to open a place that a file names. Nothing is sent meanwhile.
+def options_from_state(url: Any, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options to open a place that a state names. Nothing is sent meanwhile.
 
     Args:
-        url, options: what the file says.
+        url, options: what the state says.
         given: the options of the user, which count more.
-        named_by: the file, in words.
 
     Raises:
-        ArgumentError: the file says something that only the user may say; the message names it.
+        ArgumentError: the state says something that only the user may say; the message names it.
     """
-    protocol = check_protocol(url, named_by, "pass --data URL")
+    protocol = check_protocol(url, "the state", "pass --data URL")
     if NATIVE_PROTOCOLS.get(protocol) in _IN_BUCKETS:
         bucket = url.partition("://")[2].partition("/")[0]
         for part in bucket.split("@", 1):  # a container of an account
-            check_host_part(f"{named_by}: the bucket of its url", part)
+            check_host_part("the state: the bucket of its url", part)
     allowed, refused = public_options({name: value for name, value in options.items() if name not in given})
     if refused:
         raise ArgumentError(
-            f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, "
+            f"the state sets the storage option {refused[0]!r}, which only you may set: if you need it, "
             f"pass --storage-option {refused[0]}=VALUE, else --data URL"
         )
     chosen = {**without_endpoint(allowed), **given}
@@ -298,7 +295,7 @@ def options_from_file(
         own = endpoint_in(open_store(url, **chosen).public_options()[0])
         if server != own:
             raise ArgumentError(
-                f"{named_by} names the server {server!r}, and your environment names "
+                f"the state names the server {server!r}, and your environment names "
                 f"{repr(own) if own else 'no server'}. Requests may carry your credentials: if you know that "
                 "server, pass it with --endpoint-url"
             )

@@ -47,7 +47,7 @@ _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "se
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SPELLED = {"region_name": "region"}  # by boto
 _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
-# What a file may say of a place, and `options_from_file` takes from it. No secret is among these, and nothing
+# What a file may say of a place; `options_from_state` takes it. No secret is among these, and nothing
 # that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
 _PUBLIC = (
     *("anon", "client", "region", "default_region", "skip_signature", "virtual_hosted_style_request"),

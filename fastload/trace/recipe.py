@@ -32,8 +32,9 @@ from fastload.gpu.normalize import Normalize
 from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
 from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
+from fastload.shards.formats import FORMATS
 from fastload.store.failures import public_url
-from fastload.store.open import checked_options, open_store, options_from_file
+from fastload.store.open import checked_options, open_store, options_from_state
 
 _MOST_MISSING = 1 << 28  # samples whose order is made without their data: a false number takes any memory
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
@@ -44,19 +45,7 @@ _ARGUMENTS = {
     "RandomResizedCrop": ("scale", "ratio", "flip", *_SHARED),
     "CenterCrop": ("resize", *_SHARED),
 }
-# Class -> its module, which is imported where one is made.
-_DATASETS = {
-    "ImageFolder": "fastload.datasets.objects",
-    "ObjectDataset": "fastload.datasets.objects",
-    "TableDataset": "fastload.datasets.table",
-    "TarDataset": "fastload.shards.tar",
-    "TFRecordDataset": "fastload.shards.tfrecord",
-    "ParquetDataset": "fastload.shards.parquet",
-    "MDSDataset": "fastload.shards.mds",
-    "LitDataset": "fastload.shards.litdata",
-    "BetonDataset": "fastload.shards.beton",
-    "TokenDataset": "fastload.shards.tokens",
-}
+_DATASETS = {"ImageFolder", "ObjectDataset", "TableDataset", *(form.dataset for form in FORMATS.values())}
 # Arguments that a state does not have, or has in another place; and those that no state may set.
 _LEFT_OUT = frozenset(
     {"url", "keys", "decode", "target_transform", "cache", "storage_options"}
@@ -253,7 +242,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
 def _dataset(dataset: Any) -> _Json:
     """Return how a dataset was made: its class, place and public arguments; or why that cannot be known."""
     kind = type(dataset)
-    if _DATASETS.get(kind.__name__) != kind.__module__:
+    if kind.__name__ not in _DATASETS or kind is not getattr(fastload, kind.__name__):
         return {"why": f"its dataset is a {kind.__qualname__}"}
     if override_of(dataset) is not None:
         return {"why": f"its samples are made by {override_of(dataset)}"}
@@ -441,9 +430,8 @@ def _open_dataset(
 ) -> tuple[Any, str | None]:
     """Return (dataset, why it has no samples)."""
     if "why" in made:
-        return range(
-            length
-        ), f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
+        why = f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
+        return range(length), why
     where, kind = made["url"] if url is None else url, getattr(fastload, _known(made["class"]))
     arguments = {name: _parsed(value) for name, value in made["arguments"].items()}
     refused = sorted((arguments.keys() & _REFUSED) | (arguments.keys() - inspect.signature(kind).parameters))
@@ -452,9 +440,7 @@ def _open_dataset(
     places = [arguments["table"]] if "table" in arguments else []
     if url is None:
         places += where if isinstance(where, list) else [where]
-    checked = [
-        options_from_file(place, made["options"], options, "the state") for place in places if place != ""
-    ]
+    checked = [options_from_state(place, made["options"], options) for place in places if place != ""]
     options = checked[0] if checked else options
     if made["class"] == "ImageFolder":
         arguments["allow_empty"] = True

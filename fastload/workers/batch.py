@@ -326,7 +326,7 @@ class BatchMaker(BatchSource):
         with self._collation.on_host():
             images = self._rows.encoded() if encoded else None
             if images is not None:
-                return images.finish_encoded_batch(batch)
+                return images.finish_batch(batch)
             try:
                 return self._rows.finish_batch(batch)
             except Exception as error:
