@@ -45,7 +45,7 @@ def encoded_batch(choice: str, photos: int, batch: int, cache: str) -> Any:
     failures = view.fill(parts, [(row, row) for row in range(batch)], 0, 0)
     assert not failures, failures
     dataset.close()
-    return view.finish_encoded_batch(parts)[0]
+    return view.finish_batch(parts)[0]
 
 
 def decode_rate(choice: Any, device: str, encoded: Any, rounds: int) -> dict[str, Any]:
