@@ -1,4 +1,4 @@
-"""A sample log: what one rank was handed out, step by step, in a file that only grows.
+"""A sample log: what one rank got, step by step, in a file that only grows.
 
     "fastsmpl" | version | rank |   frame | frame | ...
     frame    kind | size of the body | checksum | body

@@ -1,7 +1,7 @@
 """Files on this machine that appear whole or not at all, and folders that only this user can change.
 
 Listings and shard indexes are kept in such folders. A kept file is read only if no other user can have
-written it: a listing decides which objects and labels a training gets. Everything is checked by its
+written it: a listing decides which objects and labels a run gets. Everything is checked by its
 descriptor: a path may lead to another file when it is opened.
 """
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/fastload.ipynb: its cells run from top to bottom, over a folder and over a bucket, without Jupyter."""
+"""docs/tutorials/fastload.ipynb: its cells run, over a folder and over a bucket, without Jupyter."""
 
 from __future__ import annotations
 
