@@ -29,7 +29,7 @@ def markdown(document: Document) -> str:
         parts += [*_pictures(document, "later-epochs"), tables.later_epochs(document)]
     parts.append(_section("Where others win", losses.paragraph(document)))
     if text := tables.growth(document):
-        parts.append(_section("More workers, more objects, larger objects", text))
+        parts.append(_section("More objects, larger objects", text))
     return "\n\n".join([*parts, _section("Differences, missing contenders, versions", _notes(document))])
 
 

@@ -140,22 +140,10 @@ def _epoch_line(document: Document, row: Row) -> list[str]:
 
 
 def growth(document: Document) -> str:
-    """More workers, more objects, larger objects: a table for each that was measured."""
+    """More objects, larger objects: a table for each that was measured."""
     parts = document["growth"]
-    made = (_growth_workers(document), _growth_objects(parts["objects"]), _growth_sizes(document))
+    made = (_growth_objects(parts["objects"]), _growth_sizes(document))
     return "\n\n".join(part for part in made if part)
-
-
-def _growth_workers(document: Document) -> str:
-    entries = document["growth"]["workers"]
-    counts = sorted({entry["workers"] for entry in entries})
-    lines = []
-    for case, name in dict.fromkeys((entry["case"], entry["contender"]) for entry in entries):
-        by = {e["workers"]: e for e in entries if (e["case"], e["contender"]) == (case, name)}
-        cells = [_bold(name, number(median(by[n]["rates"]) if n in by else None)) for n in counts]
-        lines.append([case, _name(document, name), *cells])
-    headings = ["images/s with", "", *(f"{n} worker{'s' * (n > 1)}" for n in counts)]
-    return table(headings, lines, texts=2) if entries else ""
 
 
 def _growth_objects(entries: list[Row]) -> str:
