@@ -58,6 +58,7 @@ CASES = [
         "too many values to unpack",
         lambda: [1 for a, b in [first(TarDataset("s3://bucket/shards/", transform=crop))]],
     ),
+    ("url must be one URL or path", lambda: ObjectDataset(["/data/train", "/data/val"])),
     ("every epoch is empty: drop_last=True", lambda: DataLoader(data, 256, drop_last=True)),
     ("asks the ImageFolder in its attribute", lambda: DataLoader(Around())),
     (
