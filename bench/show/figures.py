@@ -23,9 +23,7 @@ __all__ = [
     "median",
     "number",
     "ours_of",
-    "percent",
     "rows_of",
-    "share",
     "short_size",
     "spread",
     "table",
@@ -87,14 +85,6 @@ def median(values: Sequence[float] | float | None) -> float | None:
     return statistics.median(values)
 
 
-def share(document: Document, row: Row) -> float | None:
-    """The median, over the turns, of the rate divided by the limit's rate of the same turn."""
-    limit = limit_of(document, row)
-    if limit is None:
-        return None
-    return statistics.median(a / b for a, b in zip(row["rates"], limit["rates"], strict=True))
-
-
 def number(value: float | None) -> str:
     """Three significant digits, with commas between thousands; a dash for None."""
     if value is None:
@@ -110,10 +100,6 @@ def short_size(count: int) -> str:
         if count % size == 0:
             return f"{count // size} {unit}"
     return f"{number(count / 1000)} KB"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -29,7 +29,7 @@ def markdown(document: Document) -> str:
         parts += [*_pictures(document, "later-epochs"), tables.later_epochs(document)]
     parts.append(_section("Where others win", losses.paragraph(document)))
     if text := tables.growth(document):
-        parts.append(_section("More workers, more objects, larger objects", text))
+        parts.append(_section("More objects, larger objects", text))
     return "\n\n".join([*parts, _section("Differences, missing contenders, versions", _notes(document))])
 
 
@@ -57,7 +57,7 @@ def _headline(document: Document) -> str:
     mine, best = median(ours["rates"]), median(other["rates"])
     start = f"{ours['contender']} reads and decodes {number(mine)} images/s"
     if mine >= best:
-        times = f"{number(mine / best)} times the best of the others"
+        times = f"{number(mine / best)} times the best other loader"
         return f"{start}, {times} ({other['contender']}, {number(best)})."
     return f"{start}; {other['contender']} is {number(best / mine)} times as fast ({number(best)})."
 
@@ -78,9 +78,8 @@ def _caption(document: Document) -> str:
         f"Medians of {settings['repeats']} rounds (small: min–max). In each round all contenders run, one\n"
         "after the other, each written as its own documentation recommends, with its fastest number of\n"
         "workers. Raised numbers refer to the differences below. The limit, in italics, is a bare loop that\n"
-        "does one part of the work, such as the GETs alone; the share of it is the median over the rounds.\n"
-        "The epochs of slow contenders are cut short: their GETs and bytes include batches that came too\n"
-        "late to count."
+        "does one part of the work, such as the GETs alone. The epochs of slow contenders are cut short:\n"
+        "their GETs include batches that came too late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "
@@ -106,12 +105,7 @@ def _notes(document: Document) -> str:
         parts.append("\n".join(["Differences from the work above, by the raised numbers:", "", *numbered]))
     if document["unavailable"]:
         parts.append("\n".join(["Could not run:", "", *_unavailable(document)]))
-    load = document["load"]
-    parts += [tables.machine(document), _versions(document)]
-    parts.append(
-        f"{document['machine']['system']}; load {load['before']:.1f} before and {load['after']:.1f} after."
-    )
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, _versions(document)])
 
 
 def _unavailable(document: Document) -> list[str]:

@@ -102,7 +102,7 @@ def _caption(document: Document) -> str:
         f"One run of `make bench`, {document['date'][:10]}, on {machine['cores']} cores of {machine['cpu']} "
         f"that also run the S3 server ({MAIN} away): {photos},\n"
         f"random crops of {settings['size']} pixels, medians of {settings['repeats']} rounds. "
-        f"The work differs: {_differences(document)}.\n"
+        f"The other loaders do slightly different work: {_differences(document)}.\n"
         f"[All figures]({PAGE}), and [**where others win**]({PAGE}#where-others-win)."
     )
 
@@ -114,4 +114,4 @@ def _differences(document: Document) -> str:
     for contender in document["contenders"]:
         if contender["name"] in shown and contender["differs"]:
             found.setdefault(contender["name"], contender["differs"].split(";")[0])
-    return ", ".join(f"{name} ({differs})" for name, differs in found.items()) or "in nothing"
+    return "; ".join(f"{name} ({differs})" for name, differs in found.items()) or "in nothing"

@@ -13,9 +13,7 @@ from bench.show.figures import (
     limits_of,
     median,
     number,
-    percent,
     rows_of,
-    share,
     short_size,
     spread,
     table,
@@ -26,7 +24,6 @@ __all__ = [
     "first_epoch",
     "growth",
     "later_epochs",
-    "machine",
 ]
 
 Document = dict[str, Any]
@@ -76,17 +73,8 @@ def first_epoch(document: Document) -> str:
     main = rows_of(document, "cold", MAIN)
     names = [row["contender"] for row in main]
     names += [n for n in dict.fromkeys(r["contender"] for r in rows_of(document, "cold")) if n not in names]
-    headings = [
-        *(
-            "images/s, from S3",
-            *latencies,
-            "of the limit",
-            "first batch, s",
-            "CPU, s per 1,000",
-            "GETs / image",
-        ),
-        *("bytes / file size", "memory, MB", "workers"),
-    ]
+    costs = ("first batch, s", "CPU, s per 1,000", "GETs / image", "memory, MB", "workers")
+    headings = ["images/s, from S3", *latencies, *costs]
     lines = [_first_epoch_line(document, latencies, name) for name in names]
     return table(headings, lines + _limit_lines(document, latencies, len(headings)))
 
@@ -98,18 +86,14 @@ def _first_epoch_line(document: Document, latencies: Sequence[str], name: str) -
         for case, row in found.items()
     ]
     row = found.get(MAIN)
-    return [_name(document, name), *rates, *(["–"] * 7 if row is None else _first_epoch_costs(document, row))]
+    return [_name(document, name), *rates, *(["–"] * 5 if row is None else _first_epoch_costs(row))]
 
 
-def _first_epoch_costs(document: Document, row: Row) -> list[str]:
-    size = document["settings"]["image_bytes"]
+def _first_epoch_costs(row: Row) -> list[str]:
     return [
-        percent(share(document, row)),
         number(median(row["first_batch_seconds"])),
         number(median(row["cpu_seconds_per_1000"])),
         number(row["store_requests_per_image"]),
-        number(_scaled(row["store_bytes_per_image"], size))
-        + ("" if row["store_bytes_per_image"] is None else "x"),
         number(_scaled(row["pss_bytes"], 1e6)),
         _workers(row),
     ]
@@ -128,7 +112,7 @@ def _limit_lines(document: Document, latencies: Sequence[str], width: int) -> li
 
 def later_epochs(document: Document) -> str:
     """The fastest first in each mode, and the mode's limits below."""
-    headings = ["", "images/s", "min–max", "of the limit", "CPU, s per 1,000", "memory, MB", "workers"]
+    headings = ["", "images/s", "min–max", "CPU, s per 1,000", "memory, MB"]
     return table(["mode", *headings], _by_mode(document, "later"), texts=2)
 
 
@@ -138,7 +122,7 @@ def _by_mode(document: Document, section: str) -> list[list[str]]:
         rows = rows_of(document, section, case)
         block = [_epoch_line(document, row) for row in rows]
         block += [
-            [f"*limit: {x['name']}*", f"*{number(median(x['rates']))}*", spread(x["rates"]), *[""] * 4]
+            [f"*limit: {x['name']}*", f"*{number(median(x['rates']))}*", spread(x["rates"]), "", ""]
             for x in limits_of(document, rows)
         ]
         lines += [[f"`{case}`" if i == 0 else "", *line] for i, line in enumerate(block)]
@@ -150,30 +134,16 @@ def _epoch_line(document: Document, row: Row) -> list[str]:
         _name(document, row["contender"]),
         _bold(row["contender"], number(median(row["rates"]))),
         spread(row["rates"]),
-        percent(share(document, row)),
         number(median(row["cpu_seconds_per_1000"])),
         number(_scaled(row["pss_bytes"], 1e6)),
-        _workers(row),
     ]
 
 
 def growth(document: Document) -> str:
-    """More workers, more objects, larger objects: a table for each that was measured."""
+    """More objects, larger objects: a table for each that was measured."""
     parts = document["growth"]
-    made = (_growth_workers(document), _growth_objects(parts["objects"]), _growth_sizes(document))
+    made = (_growth_objects(parts["objects"]), _growth_sizes(document))
     return "\n\n".join(part for part in made if part)
-
-
-def _growth_workers(document: Document) -> str:
-    entries = document["growth"]["workers"]
-    counts = sorted({entry["workers"] for entry in entries})
-    lines = []
-    for case, name in dict.fromkeys((entry["case"], entry["contender"]) for entry in entries):
-        by = {e["workers"]: e for e in entries if (e["case"], e["contender"]) == (case, name)}
-        cells = [_bold(name, number(median(by[n]["rates"]) if n in by else None)) for n in counts]
-        lines.append([case, _name(document, name), *cells])
-    headings = ["images/s with", "", *(f"{n} worker{'s' * (n > 1)}" for n in counts)]
-    return table(headings, lines, texts=2) if entries else ""
 
 
 def _growth_objects(entries: list[Row]) -> str:
@@ -207,15 +177,3 @@ def _growth_sizes(document: Document) -> str:
         )
     headings = ["MB/s from objects of", *(short_size(size) for size in sizes)]
     return table(headings, lines) if entries else ""
-
-
-def machine(document: Document) -> str:
-    """What the parts of this machine reach by themselves."""
-    limits = document["machine_limits"]
-    copied = number(limits["memcpy_bytes_per_second"] / 1e9)
-    read = number(limits["disk_read_bytes_per_second"] / 1e9)
-    written = number(limits["disk_write_bytes_per_second"] / 1e9)
-    return (
-        f"This machine by itself: {copied} GB/s copied in memory, {read} GB/s read from its disk and "
-        f"{written} GB/s written to it."
-    )

@@ -6,7 +6,7 @@
 `cache` is the class to use; `access` is what a process has open, and `directory` one opened directory.
 `segment` holds the records, `index` the way from key to record, `writer` the thread that fills and the locks
 on objects being read, `maintenance` the whole of a directory. `exchange` publishes a cache in `packs` and
-pulls them, and `remote` does both during a training.
+pulls them, and `remote` does both during a run.
 
 Names are loaded on first use: the command line knows the modes of `codecs` where there is no POSIX.
 """

@@ -12,7 +12,7 @@ The first process to open the directory (no other holds the lock) repairs the tr
 
 * a killed process leaves bytes that no index entry names, and reserved bytes never written: recount;
 * a machine that went down may have written the pages of the index in any order, and LMDB trusts its file:
-  after an unclean stop and another boot, the index is thrown away and made again from the segments, in the
+  after an unclean stop and another boot, the index is thrown away and rebuilt from the segments, in the
   background;
 * so is an index that LMDB calls corrupt.
 

@@ -250,7 +250,7 @@ def pull(
         only: keys of the records that are wanted, one behind the other; None: all.
         settled: names of packs that are not looked at.
         sources: what the cache is for, as `sources_of` says; not given: whatever is published.
-        beside_training: few bytes are in flight, for a training may read them too.
+        beside_training: few bytes are in flight, as a training script may read at the same time.
 
     Raises:
         NotFoundError: there are no packs at the URL.

@@ -1,7 +1,7 @@
 """A pack: one object in a store that holds many records of a cache.
 
     payloads, one behind the other
-    index: one line of JSON, {"sources": [...]}; then 28 bytes a record: key, length, xxh3_64 of its payload
+    index: one line of JSON, {"sources": [...]}; then 28 bytes per record: key, length, xxh3_64 of its payload
     trailer, 24 bytes: magic "FLPK", format version, zero, length of the index, xxh3_64 of the index
 
 A pack is named `<digest of its index>-<bytes of index and trailer>.pack`: a reader finds the index with one

@@ -52,7 +52,7 @@ _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line say
 _SLICE = 256  # keys that are made at once
 _REST_SECONDS = 0.006
 # `-c` puts the working directory first, and lacks what the script has added.
-# The cores are the training's from the first import on: where all are busy, no epoch waits for the network.
+# The cores are the trainer's from the first import on: where all are busy, no epoch waits for the network.
 _WORK = "import os, sys; os.nice(19); sys.path[:] = {path!r}; from fastload.cache.remote import main; main()"
 
 Keys = Callable[[], Iterable[bytes]]

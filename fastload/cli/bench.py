@@ -84,7 +84,7 @@ class BenchReport(MeasuredReport):
             yield f"epoch {number}  {epoch.verdict}"
 
     def _rows(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield (name, one cell an epoch) of each row."""
+        """Yield (name, one cell per epoch) of each row."""
         counters = [epoch.counters or {} for epoch in self.epochs]
         yield "images/s", [f"{epoch.images_per_second:,.0f}" for epoch in self.epochs]
         yield "MB/s", [f"{epoch.megabytes_per_second:,.1f}" for epoch in self.epochs]

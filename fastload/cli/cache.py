@@ -322,7 +322,7 @@ def pull(
     size_limit: SizeLimit = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put the published records that a cache lacks into it, before or during a training.
+    """Put the published records that a cache lacks into it, before or during a run.
 
     After an interruption, run the same command again: what is in the cache is not read again. Exit code 1: a
     pack is damaged; the records of all others are in the cache.

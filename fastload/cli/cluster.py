@@ -4,7 +4,7 @@
                                                   └ its process was lost: the slice is done again
 
 Ray places the tasks, notices dead processes and nodes, and carries functions, arguments and outcomes. Its own
-retries are off: they are silent, and a process that dies of one slice would take the others' turns.
+retries are off: they are silent, and a process that dies of one slice would take the others' places.
 """
 
 from __future__ import annotations

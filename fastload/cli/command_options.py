@@ -113,9 +113,9 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How a cache keeps samples: as in the training that uses it."""
+    """How a cache keeps samples: as in the script that uses it."""
 
-    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = Auto.mode
+    mode: Annotated[CacheMode, typer.Option(help="The cache mode of your training script.")] = Auto.mode
     short_side: ShortSide = 256
     quality: Quality = 90
     size_limit: SizeLimit = None

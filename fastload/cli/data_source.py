@@ -54,14 +54,14 @@ KindOption = Annotated[
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What lies at a URL, and which parts of it the training uses."""
+    """What lies at a URL, and which parts of it the script uses."""
 
     kind: KindOption = AUTO
     fields: Annotated[
         str | None,
         typer.Option(
             metavar="FIELDS",
-            help="fields= of the training, as 'jpg;png,cls' or JSON. Of TFRecords: with types, as "
+            help="fields= of your script, as 'jpg;png,cls' or JSON. Of TFRecords: with types, as "
             "'image:bytes,label:int'. Of a table: its columns, with @ before those that name files, as "
             "'@image,label'.",
         ),
@@ -96,7 +96,7 @@ class SourceOptions:
             )
         needed = ("fields",) if kind == TABLE else FORMATS[kind].required if kind in FORMATS else ()
         if missing := [name for name in needed if name not in given]:
-            raise ArgumentError(f"{kind} needs --{missing[0]}, as the training passes it")
+            raise ArgumentError(f"{kind} needs --{missing[0]}, as your script passes it")
         return given
 
 

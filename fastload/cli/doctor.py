@@ -20,7 +20,7 @@ from fastload.printable import printable
 
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = "2.8"
-# Sockets of a hundred requests a worker, cache segments and batch slots, with room to spare.
+# Sockets of a hundred requests per worker, cache segments and batch slots, with room to spare.
 OPEN_FILES_WANTED = 4096
 # Enough for torch's own batches with a few workers. Docker's default is 64 MB.
 SHARED_MEMORY_WANTED = 1_000_000_000

@@ -1,4 +1,4 @@
-"""`fastload prove A B`: whether two runs were handed out the same data, and where they part."""
+"""`fastload prove A B`: whether two runs got the same data, and where they differ."""
 
 from __future__ import annotations
 

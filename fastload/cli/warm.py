@@ -23,7 +23,7 @@ def warm(
     source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
-    cache: Annotated[str, typer.Option(metavar="DIR", help="The cache directory of the training.")],
+    cache: Annotated[str, typer.Option(metavar="DIR", help="The cache directory of your training script.")],
     num_workers: Annotated[
         int | None,
         typer.Option(

@@ -85,12 +85,12 @@ class Target:
         fields = self.source.fields or ""
         if kind == "tfrecord" and not fields and kept.codec.wants_images:
             raise ArgumentError(
-                f"mode {str(self.cached.mode)!r} keeps the fields of a record: pass those of the training, "
+                f"mode {str(self.cached.mode)!r} keeps the fields of a record: pass those of your script, "
                 "as in --fields image:bytes,label:int"
             )
         if kind == "tfrecord" and fields.count(":bytes") > 1:
             raise ArgumentError(
-                "--fields has several of type bytes, and the training's transform says which is the image: "
+                "--fields has several of type bytes, and your transform says which is the image: "
                 "let its first epoch fill the cache"
             )
         # Records that a cache can only keep of images are for transforms that decode them.
@@ -138,7 +138,7 @@ class Counts:
         int | None, "not in the cache: training reads them from the store. Null: the shards are not indexed"
     ] = 0
     read_bytes: Annotated[int, "bytes from the store; of compressed shards as they are there"] = 0
-    requests: Annotated[int, "GETs, with those that were made again"] = 0
+    requests: Annotated[int, "GETs, repeated ones included"] = 0
     cache: Held = field(default_factory=Held)
 
     def add(self, other: Counts) -> None:

@@ -93,7 +93,7 @@ def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tu
 def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
     """Return what this node warms of a dataset of shards, and (share, shares).
 
-    All shards are streamed. A share is the one of `share_of`, read by a request a sample, for which the
+    All shards are streamed. A share is the one of `share_of`, read by a request per sample, for which the
     shards must be indexed and not be compressed.
     """
     alone = (share or find_rank())[1] == 1

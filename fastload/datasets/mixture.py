@@ -74,13 +74,11 @@ class Mixture(ConcatDataset[Any]):
 
     After every sample, over all ranks together, the number of samples of each source is less than one sample
     away from its weight's part. If weights change during a run, a source is never a whole sample ahead; with
-    four sources and more it may be one and a part of a sample behind for a while. No method can prevent that
-    without knowing the coming weights.
+    four or more sources, it may be slightly more than one sample behind for a while.
 
-    Each source is read in passes: it repeats no sample before it has given all. A pass goes on over the ends
-    of epochs. A source that is exhausted begins its next pass, in another order with `shuffle=True` of the
-    loader; else a pass is by index. A sample that is repeated within an epoch has other random numbers than
-    before.
+    Each source is read in passes: it repeats no sample before it has given all, across the ends of epochs. An
+    exhausted source begins its next pass, in another order with `shuffle=True` of the loader, else by index.
+    A sample that is repeated within an epoch has other random numbers than before.
 
     `fastload.DataLoader` takes a `MixtureSampler` by itself: each rank reads its own part. For another loader
     pass that sampler. As a `ConcatDataset`, a mixture has each sample of its sources once, by index.
@@ -154,14 +152,14 @@ class Mixture(ConcatDataset[Any]):
         self._proportions.set_weights(weights)
 
     def ledger(self) -> Ledger:
-        """What was read of each source, over all ranks and epochs, up to the batch that was handed out last.
+        """What was read of each source, over all ranks and epochs, up to the batch that was delivered last.
 
         Example (not run: it goes on from the example of the class)::
 
             print(mixture.ledger())  # a table
             mixture.ledger()["own"].epochs  # 1.37: the second pass is at 37 %
 
-        It counts what the loader has handed out, not what it has read ahead, and goes on after a resume.
+        It counts what the loader has delivered, not what it has read ahead, and goes on after a resume.
         """
         samples, weights = self._proportions.read()
         total = sum(samples.values())
@@ -206,7 +204,7 @@ class MixtureView(ConcatView):
         return part, (index >> PASS_BITS, *path), position
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
-        return super().reached(None)  # each pass deals its samples anew
+        return super().reached(None)  # each pass has an order of its own
 
     def lengths(self, length: int) -> dict[str, int]:
         starts = [0, *self._ends]

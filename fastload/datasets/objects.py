@@ -447,7 +447,7 @@ class ReadOnlyList(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        places = range(self._count)[index]  # an IndexError of it is a list's, but for one word
+        places = range(self._count)[index]  # an IndexError of it is a list's, except for one word
         if isinstance(places, int):
             return self._items(places, places + 1)[0]
         if places.step == 1:

@@ -201,7 +201,7 @@ class SampleBuilder:
         """Return an empty batch of `n` rows; None where samples have to be made one by one.
 
         Columns whose form is known get their memory now, all others with the first row. In `ordinary_memory`
-        only images get columns: the other fields are handed out row by row.
+        only images get columns: the other fields are delivered row by row.
 
         `default_collate` refuses None. What a transform of the whole sample makes of it is for the user.
 

@@ -425,7 +425,7 @@ class StoreDataset(Dataset[Any]):
         return prefetcher is not None and all(map(prefetcher.is_here, self._objects(record)))
 
     def _finish(self, record: int, payload: Any) -> Any:
-        """Return what the prefetcher hands out -> sample."""
+        """Return what the prefetcher returns -> sample."""
         try:
             return self._builder.sample(self._restore(record, payload), record)
         except FastloadError as error:
@@ -435,7 +435,7 @@ class StoreDataset(Dataset[Any]):
             keep(payload)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        """Return what the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
+        """Return what the prefetcher returns -> what the sample is made of; see `ObjectPayloads.open`."""
         key = self._name(record) if self._payloads.asks_for_key else None
         return self._payloads.open(payload, key, readonly=readonly)
 

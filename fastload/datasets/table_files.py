@@ -1,7 +1,7 @@
 """The table of a `TableDataset`, from a file, a data frame, rows or columns; and the objects that it names.
 
     .csv .tsv                  a line a row, the first one names the columns; quoted text may have line ends
-    .jsonl .ndjson .json       a JSON object a line, or one JSON array of objects
+    .jsonl .ndjson .json       a JSON object per line, or one JSON array of objects
     .parquet .pq               Apache Parquet
 
 CSV and JSON may be compressed by gzip. The content of a file has to be what its name says.

@@ -89,7 +89,7 @@ class SampleStream(Protocol):
 
         Raises:
             StoreError: the store is down or refuses us. The stream is not used after that. Damage in a shard
-                raises nothing here. The id of the damaged record is handed out, and `fill()` or `[]` raises
+                raises nothing here. The id of the damaged record is delivered, and `fill()` or `[]` raises
                 for it, so that `on_error` covers it; the stream goes on with the next shard.
         """
 
@@ -109,7 +109,7 @@ class StreamDataset(Protocol):
 
     Once `must_stream()` is False it is like any other map-style dataset. Until its samples are indexed,
     `len()` and `[index]` raise TypeError with a sentence that says so. `[id]` works for the ids that a stream
-    of this process has handed out, and so do the methods of its view.
+    of this process has delivered, and so do the methods of its view.
     """
 
     def must_stream(self) -> bool:
@@ -371,7 +371,7 @@ class View(ABC):
         raise NotImplementedError
 
     def finish_batch(self, batch: Any) -> Any:
-        """Return a batch with all rows filled, as it is handed out."""
+        """Return a batch with all rows filled, as it is delivered."""
         return batch
 
 

@@ -4,11 +4,11 @@
 publish their progress before each batch. Collective operations were rejected: they would interleave with the
 trainer's collectives, and a finished rank would not take part.
 
-All ranks take equally many steps. Before a rank hands out its own batch k, it publishes that it has more than
+All ranks take equally many steps. Before a rank delivers its own batch k, it publishes that it has more than
 k batches. Once it has no more, it publishes its total. It then goes on with repeated samples while another
 rank has published more than k, and ends once all have published a total of at most k.
 
-No deadlock: let all ranks have handed out batch k - 1. Then each rank either has a batch k of its own, and
+No deadlock: let all ranks have delivered batch k - 1. Then each rank either has a batch k of its own, and
 publishes that without waiting, or it has published its total. So every question about k has an answer that
 waits for no rank, and published answers never change: all ranks reach the same decision, if not at one time.
 """

@@ -358,7 +358,7 @@ class Prefetcher:
             self._done.notify_all()
 
     def _before_retry(self, error: StoreError, seconds: float) -> None:
-        """Wait before a request is made again."""
+        """Wait before a request is repeated."""
         self._counters.add("get.retries")
         if error.retry == "slower":
             with self._work:

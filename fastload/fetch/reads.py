@@ -203,7 +203,7 @@ class SampleReads:
         prepare: (bytes from the store, index of the sample) -> what is cached and delivered (None: the
             bytes themselves).
         counters: get.* and cache.* are added here.
-        wait: called before a request is made again; see `Store.read`.
+        wait: called before a request is repeated; see `Store.read`.
     """
 
     def __init__(

@@ -387,7 +387,7 @@ class ReadPool:
             self.counters.add("get.seconds", time.perf_counter() - start)
 
     def pause(self, error: StoreError, seconds: float) -> None:
-        """Wait before a request is made again: `wait` of the store's reads."""
+        """Wait before a request is repeated: `wait` of the store's reads."""
         self.counters.add("get.retries")
         with self._ended:
             if self._ended.wait_for(lambda: self._closing, seconds):

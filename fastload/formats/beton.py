@@ -1,6 +1,6 @@
 """FFCV's .beton: its header, its fields, and the parts of a sample.
 
-    header | descriptor of each field | metadata, one row a sample | pages | allocation table
+    header | descriptor of each field | metadata, one row per sample | pages | allocation table
 
 A row holds numbers, and for images, bytes and arrays the offset of a part in a page. The allocation table has
 (sample, offset, size) of every part. All of a sample's parts lie in one page. Numbers are little-endian; the

@@ -169,7 +169,7 @@ class TorchDctDecoder(ImageDecoder):
 
 @contextlib.contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
-    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
+    """Compute float32 as float32: the script's autocast and TF32 change no pixel."""
     backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
     matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
     switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on

@@ -120,7 +120,7 @@ class Decoding:
     def rest(self) -> None:
         """Release the decoder's device memory between epochs, where no iterator has a batch in it.
 
-        Else the pipeline of an evaluation keeps gigabytes from the training that goes on.
+        Else the pipeline of an evaluation keeps gigabytes from the run that goes on.
         """
         if self._decoder is not None:
             self._decoder.rest()

@@ -203,7 +203,7 @@ def _most_composed(data: memoryview) -> int:
     """Return how many pixels are decoded for the one picture of a HEIC that takes the most.
 
     A picture may be composed of others (a grid, an overlay), of one of them a thousand times. libheif decodes
-    each anew, however small the whole is.
+    each again, however small the whole is.
 
     Raises:
         ValueError: the boxes are ambiguous, or pictures are composed too deep.

@@ -37,7 +37,7 @@ class RandomResizedCrop(Crop):
     sample get the same random numbers; see "Image and mask" in the documentation.
 
     Args:
-        size: of the result: an int or a sequence of one means a square, a pair is (height, width).
+        size: size of the result. An int or a sequence of one means a square, a pair is (height, width).
         scale: smallest and largest share of the area.
         ratio: smallest and largest width / height.
         flip: probability of a horizontal flip, like a RandomHorizontalFlip(flip) after the crop. It is drawn
@@ -136,7 +136,7 @@ class CenterCrop(Crop):
     (channels, H, W); torchvision's has the type of its input. An EXIF orientation is not applied.
 
     Args:
-        size: of the result: an int or a sequence of one means a square, a pair is (height, width).
+        size: size of the result. An int or a sequence of one means a square, a pair is (height, width).
         resize: length of the image's shorter side before the crop; the longer one is rounded down. A pair is
             (height, width), whatever the image's proportions. None: the image keeps its size.
         interpolation, channels, channels_last, strict: as in RandomResizedCrop.

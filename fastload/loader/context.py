@@ -148,12 +148,12 @@ class LoaderContext:
         memory: of the worker processes, under `memory_limit`.
         meter: the epoch that runs, or the last one.
         bad: samples that could not be read or decoded.
-        position: how much was handed out.
+        position: how much was delivered.
         history: the orders of past epochs.
         exclusions: samples and steps that are left out.
-        digest: of all that was handed out.
+        digest: of all that was delivered.
         remote_caches: what pulls and pushes for them.
-        log: of each sample that was handed out, with `sample_log=`.
+        log: of each sample that was delivered, with `sample_log=`.
         budgets: the requests of each dataset to its stores, and their limits.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.

@@ -57,7 +57,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, up to this
+        num_workers: an int, or "auto": the first epoch finds the number that training needs, up to this
             rank's share of the node's cores (less one for the trainer, and one for every 16), and
             `stats()["autoscale"]` says why. `loader.num_workers` is the upper limit. Samples and states do
             not depend on it. Workers may then make up to 16 batches ahead, unless `prefetch_factor` is given.
@@ -66,7 +66,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             same path without the copy.
         batch_transform: a function of a batch, called in this process, for example `fastload.Normalize(mean,
             std)`; on a GPU after the copy, during the training step, on a stream of its own, so it must not
-            read tensors that the training changes in place. It may be called for batches that are never
+            read tensors that your loop changes in place. It may be called for batches that are never
             returned.
         decoder: where images are decoded. "cpu": in the workers. "dali" or a `fastload.Dali`: on the device
             (not yet run on a GPU), by NVIDIA DALI of the extra `dali-cuda13` or `dali-cuda12`; workers then
@@ -95,12 +95,12 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             fastload writes into the batch itself, and on shard datasets, which it reads ahead.
         memory_limit: upper bound for all worker processes of this rank and their batches: bytes or text such
             as "2GB"; or "50%" of the memory of the machine or container, shared by the ranks of the node.
-            What is read ahead gives way first, then batches made ahead. Batches that the training keeps, the
+            What is read ahead gives way first, then batches made ahead. Batches that you keep, the
             dataset's own memory, `shuffle_buffer=` and `threads=` are counted but not reduced. With
             num_workers=0: a bound for what is read ahead. `stats()["memory"]` has what is used.
-        sample_log: the path of a directory. Each rank appends what it is handed out, row by row, to a file
-            there ("rank-00000.samples", about 12 bytes a sample); `fastload.prove` compares two such logs.
-            Where the file cannot be written, one warning says so, and the training goes on.
+        sample_log: the path of a directory. Each rank appends what it got, row by row, to a file
+            there ("rank-00000.samples", about 12 bytes per sample); `fastload.prove` compares two such logs.
+            Where the file cannot be written, one warning says so, and training continues.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
@@ -244,11 +244,11 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
 
         Exact at any point: before the first batch, between batches, after the last batch (the resumed epoch
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
-        lost or seen twice, but for the padding (with drop_last: the cut) at the end of an epoch that is dealt
-        to ranks, and but for shards that are not indexed yet, whose number of ranks can change between epochs
-        only. A state is JSON of one to ten kilobytes for any number of samples. It has more with the state of
-        a generator, and if the sampler or dataset of the user has a state. It serves on all ranks, but for
-        its digest, which is the part of the rank that saved it.
+        lost or repeated, except for the padding or truncation at the end of an epoch that ranks share. Of
+        shards that are not indexed yet, the number of ranks can change between epochs only. A state is JSON
+        of one to ten kilobytes for any number of samples, and more with the state of a generator, or of a
+        sampler or dataset of your own. It serves on all ranks; only its digest is that of the rank that
+        saved it.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their

@@ -225,7 +225,7 @@ class LoaderPosition:
     # --- the state
 
     def state(self, loader: Any) -> State:
-        """Return the state, but for what is not about the position."""
+        """Return the state, without what is not about the position."""
         samplers = Samplers.of(loader)
         if self._loaded is not None:
             return replace(self._loaded, sampler=samplers.with_changes(self._loaded.sampler))
@@ -346,7 +346,7 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
         before, now = samplers.dealer._deal(saved.sampler.state), samplers.dealer._deal()
         if before is not None and now is not None and not before.consumed and before != now:
             raise ArgumentError(
-                f"state_dict was saved before the first batch, with later ones handed out, and this sampler "
+                f"state_dict was saved before the first batch, with later ones delivered, and this sampler "
                 f"has num_nodes={now.nodes} and exchange={now.exchange}: {_SAME_ORDER}; resume with the same "
                 "num_nodes and exchange"
             )

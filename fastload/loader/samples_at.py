@@ -130,7 +130,7 @@ def _index_at(
         states.restore()
     if drew:
         raise ArgumentError(
-            f"{samplers.names} draws from the process-wide generators, so its order cannot be made again: "
+            f"{samplers.names} draws from the process-wide generators, so its order cannot be recreated: "
             "give it a generator or a seed of its own"
         )
     return index
@@ -253,7 +253,7 @@ class Inspection:
     """The part of `fastload.DataLoader` that is asked about its samples.
 
     The order of an epoch and the randomness of a sample are functions of (seed, epoch, index), so that past
-    and coming batches can be named and made again.
+    and coming batches can be named and recreated.
     """
 
     _context: LoaderContext
@@ -343,7 +343,7 @@ class Inspection:
         return self._context.digest.value()
 
     def skip(self, steps: int | Iterable[int], epoch: int | None = None) -> None:
-        """Hand out the batches of these steps no more; all other batches keep their step and their samples.
+        """Skip the batches of these steps; all other batches keep their step and their samples.
 
         Example::
 
@@ -351,12 +351,12 @@ class Inspection:
 
             dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
             loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
-            loader.skip(range(1, 3))  # of the epoch that comes: its batches 0, 3, 4 and so on are handed out
+            loader.skip(range(1, 3))  # of the epoch that comes: its batches 0, 3, 4 and so on are delivered
 
         Call it with the same steps on all ranks. What is skipped is part of the state, as a range of the
-        epoch's samples. So the same samples stay away where a run goes on with another number of ranks or
-        another batch size. A batch of which only a part was skipped is then handed out, with other samples in
-        the place of those, as in `exclude`.
+        epoch's samples. So the same samples stay away when a run continues with another number of ranks or
+        another batch size. If only a part of a batch was skipped, other samples take the place of that part,
+        as in `exclude`.
 
         Args:
             steps: numbers of batches of an epoch, from 0: one, a range, or any of them.
@@ -364,7 +364,7 @@ class Inspection:
                 to be resumed; else the next one.
 
         Raises:
-            ArgumentError: a step was handed out already, or the epoch has no such step; or the samples have
+            ArgumentError: a step was delivered already, or the epoch has no such step; or the samples have
                 no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         loader: Any = self
@@ -380,7 +380,7 @@ class Inspection:
             late = [step for step in numbers if step < place.batches or step in place.ahead]
             if late:
                 raise ArgumentError(
-                    f"step {late[0]} of epoch {running} was handed out already: the next one is step "
+                    f"step {late[0]} of epoch {running} was delivered already: the next one is step "
                     f"{place.batches}; for another epoch pass epoch="
                 )
         else:
@@ -394,7 +394,7 @@ class Inspection:
         exclusions.skip(chosen, segments[-1], numbers)
 
     def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
-        """Use these samples no more, from the next batch on that is handed out, in all epochs.
+        """Leave these samples out of all batches from the next one on, in all epochs.
 
         Example::
 
@@ -404,12 +404,10 @@ class Inspection:
             loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
             loader.exclude(["cat/0002.jpg", 5])
 
-        In the place of an excluded sample stands another one, which `on_error="replace"` would take too: the
-        same one in every run with this seed, with augmentation of its own. All other samples keep their
-        batch, row and augmentation. The other one may be any sample of the dataset (of a `Mixture`, any of
-        the same source), so to hold samples back from training give the loader a `Subset`.
+        Another sample takes the place of an excluded one, the same in every run with this seed. All other
+        samples keep their batch, row and augmentation. The substitute may be any sample of the dataset (of a
+        `Mixture`, any of the same source). To hold samples back from training, give the loader a `Subset`.
 
-        Batches that were made ahead and have such a sample are discarded, and made again when they are due.
         Call it with the same samples on all ranks, at the same step. What is excluded is part of the state;
         `load_state_dict` replaces it by what the state has.
 

@@ -59,7 +59,7 @@ class Schedule:
         raise NotImplementedError
 
     def goes_on(self, ready: Callable[[], int]) -> bool:
-        """Return whether a batch that is here is to be handed out; `ready()` are here."""
+        """Return whether a batch that is here is to be delivered; `ready()` are here."""
         return True
 
     def next_lap(self) -> bool:
@@ -114,9 +114,9 @@ class IndexSchedule(Schedule):
 
 
 class StreamSchedule(Schedule):
-    """The streams of an epoch, in the order in which their batches are handed out.
+    """The streams of an epoch, in the order in which their batches are delivered.
 
-    A stream of which a batch was handed out is given its next work: so they stay in turn.
+    A stream of which a batch was delivered is given its next work: so they stay in turn.
 
     Args:
         streams: their state.
@@ -308,7 +308,7 @@ class Scaling:
 def follow_exclusions(
     position: Position, reorder: ReorderBuffer, workers: Workers, first: int, outdated: set[int]
 ) -> None:
-    """Edit once more what was given out and was not handed out, where more or less is left out now.
+    """Edit once more what was given out and was not delivered, where more or less is left out now.
 
     Args:
         first: sequence number of the first work of this epoch.

@@ -6,7 +6,7 @@
     StreamEpoch.delivered   ◀── batch, state after it ──
          │ equal steps on all ranks: Ranks
 
-An epoch has as many streams as there are workers at its start, and their batches are handed out in turn. A
+An epoch has as many streams as there are workers at its start, and their batches are delivered in turn. A
 state holds the streams, so the order of the samples stays the same with another number of workers.
 """
 
@@ -158,7 +158,7 @@ def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
 class StreamEpoch:
     """One epoch.
 
-    Batches are handed out from the live streams in turn. In mode "train" all ranks do equally many steps: a
+    Batches are delivered from the live streams in turn. In mode "train" all ranks do equally many steps: a
     rank whose streams are over begins another lap, which repeats its streams, or those of the next rank if
     its own are empty. Laps end when every rank has finished its own streams.
 
@@ -170,7 +170,7 @@ class StreamEpoch:
         saved: `state()` of the epoch that is resumed.
 
     Attributes:
-        live: the streams that are not over, as far as is known here; the next one to hand out comes first.
+        live: the streams that are not over, as far as is known here; the next one to deliver comes first.
         lap: 0 while this rank's own samples are read for the first time.
     """
 
@@ -187,7 +187,7 @@ class StreamEpoch:
         self._sampler = sampler
         self._size = size
         self._ranks = ranks if sampler.mode == "train" else None
-        self.batches = 0  # handed out
+        self.batches = 0  # delivered
         self.lap = 0
         self._source = sampler.rank  # whose streams they are
         self._in_lap = 0  # batches

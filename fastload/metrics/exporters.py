@@ -40,7 +40,7 @@ COUNTERS = {
     "get.bytes": ("By", "Bytes of objects or records that came from the store"),
     "get.requests": ("{request}", "Requests to the store"),
     "get.seconds": ("s", "Workers waited for the store, summed over workers and their threads"),
-    "get.retries": ("{request}", "Requests that were made again after a failure"),
+    "get.retries": ("{request}", "Requests that were repeated after a failure"),
     "get.hedged": ("{request}", "Late requests that were made a second time"),
     "get.refreshed": (
         "{sample}",
@@ -95,7 +95,7 @@ COUNTERS = {
     "device.idle.seconds": ("s", "The part of the device's time without a batch to work on"),
     "bad.samples": ("{sample}", "Bad samples that on_error replaced"),
     "bad.bytes": ("By", "Bytes of shards that could not be read"),
-    "left_out.samples": ("{sample}", "Excluded samples, in whose place another one was handed out"),
+    "left_out.samples": ("{sample}", "Excluded samples, in whose place another one was delivered"),
     "left_out.steps": ("{step}", "Steps skipped by skip()"),
     "log.bytes": ("By", "Bytes written to the sample log"),
     "log.errors": ("{error}", "Failures of the sample log"),

@@ -12,7 +12,7 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 | `handle_dead_workers_signals` | SIGBUS in a worker names shared memory | one error text |
 | `collate_tensors`, `collate_map` | tensors are stacked into a batch slot | one more copy of each batch |
 | `is_exiting` | at exit nothing may be ended that is half gone | tracebacks at exit |
-| `profiler_enabled` | a range costs nothing while no profiler runs | microseconds a batch |
+| `profiler_enabled` | a range costs nothing while no profiler runs | microseconds per batch |
 | `default_store` | ranks agree through torch.distributed's store | several ranks that read streams |
 
 `stage` makes the ranges for `torch.profiler`, named "fastload.<stage>". In the trainer's process: wait,

@@ -1,7 +1,7 @@
-"""What a loader does not hand out: excluded samples, and skipped steps.
+"""What a loader does not deliver: excluded samples, and skipped steps.
 
-    exclude    from the next batch on that is handed out, in all epochs: another sample stands in its place
-    skip       steps of one epoch are not handed out
+    exclude    from the next batch on that is delivered, in all epochs: another sample stands in its place
+    skip       steps of one epoch are not delivered
 
 A skipped step is kept as a range of the epoch's samples, in the order that all ranks read together. So the
 same samples stay away with another number of ranks or another batch size:
@@ -90,7 +90,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class _Exclusion:
-    """Samples that are left out from a step on, but for later steps (`ahead`) that were delivered before."""
+    """Samples that are left out from a step on, except in later steps (`ahead`) delivered before."""
 
     epoch: int
     step: int

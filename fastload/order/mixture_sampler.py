@@ -58,10 +58,10 @@ class MixtureSampler(DistributedSampler):
 
     An epoch has `mixture.num_samples` samples, rounded up so that all ranks get equally many. Nothing is
     padded: the next epoch goes on where this one has ended, in the passes over the sources too. So does the
-    epoch after one that was left early, at the first sample that fastload's loader did not hand out. The same
+    epoch after one that was left early, at the first sample that fastload's loader did not deliver. The same
     holds for the samples that `drop_last=True` of the loader leaves at the end of an epoch.
 
-    Each rank computes the sources of all ranks' samples, at 1 to 2 microseconds a sample.
+    Each rank computes the sources of all ranks' samples, at 1 to 2 microseconds per sample.
 
     Args:
         mixture: the loader's dataset.
@@ -95,7 +95,7 @@ class MixtureSampler(DistributedSampler):
         were_set, nothing = proportions.were_set, [0] * len(self._lengths)
         self._were_set = were_set is not None  # the weights, while the mixture was read
         self._mixing = Mixing(in_units(were_set or proportions.weights_in(self.epoch)), nothing, nothing, 0)
-        self._changes: list[_Change] = []  # that may not have taken effect in what was handed out
+        self._changes: list[_Change] = []  # that may not have taken effect in what was delivered
         self._made: list[_Change] = []  # all of this run
         self._delivered: dict[str, Any] | None = None  # the state there, while a loader says so
         self._passes: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}  # source -> (number, its order)

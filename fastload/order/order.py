@@ -1,4 +1,4 @@
-"""The order of an epoch: what it is made from, as a few numbers, and how it is made again from them.
+"""The order of an epoch: what it is made from, as a few numbers, and how it is recreated from them.
 
 An order is never kept. To resume is to make it again from where it stood, `samples_at` makes it with copies
 of the samplers, the history of a run is a list of orders, and a replay makes one from a state.
@@ -121,7 +121,7 @@ class EpochOrder:
             rank, replicas: None: those of the run. With them, the whole epoch is dealt to that many ranks.
 
         Raises:
-            ArgumentError: the epoch has no such step, or its order cannot be made again.
+            ArgumentError: the epoch has no such step, or its order cannot be recreated.
         """
         if self.forgotten:
             raise ArgumentError(
@@ -226,7 +226,7 @@ def segments_of(orders: Iterable[EpochOrder]) -> list[Segment]:
 
 
 def _compare(samplers: Samplers, check: int | None, saved: int | None) -> None:
-    """Raise ArgumentError unless an order that was made again has begun as before."""
+    """Raise ArgumentError unless a recreated order has begun as before."""
     if saved is None or check is None:
         raise ArgumentError(
             f"{samplers.names} gives indices that cannot be compared with those of the run that was saved: "

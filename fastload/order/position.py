@@ -1,6 +1,6 @@
 """How much of an epoch was delivered, the order that it is delivered in, and the orders of past epochs.
 
-The orders of a run are kept, some hundred bytes an epoch, so that they can be made again.
+The orders of a run are kept, some hundred bytes per epoch, so that they can be recreated.
 """
 
 from __future__ import annotations

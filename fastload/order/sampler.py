@@ -68,7 +68,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
       it, and all ranks have to iterate equally often. After your first call of `set_epoch`, the epoch no
       longer advances by itself, as in torch: call it before every epoch.
     * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
-      with any batch size. No sample is lost or seen twice, but for the padding (with `drop_last`: the cut) at
+      with any batch size. No sample is lost or repeated, except for the padding (`drop_last`: truncation) at
       the end of the epoch; padding repeats the epoch's first samples. Save it when all ranks have drawn
       equally many samples (at the end of "eval", where the first ranks have one more: on rank 0).
     * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
@@ -424,7 +424,7 @@ class ShardSampler(DistributedSampler):
         """Raise ArgumentError if the loaded position needs an indexed dataset.
 
         Args:
-            over: all batches of the epoch were handed out, so that this stands before the next one already.
+            over: all batches of the epoch were delivered, so that this stands before the next one already.
         """
         if self._start or over:
             where = "at the end of" if over else f"{self._start} samples into"

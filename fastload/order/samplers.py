@@ -88,8 +88,8 @@ class Samplers:
     Args:
         index_sampler: what gives index batches, or single indices.
         batch_size: samples of a batch that is full; None where a sampler of the user's own gives batches
-            without saying it, and where single samples are handed out.
-        single: single samples are handed out.
+            without saying it, and where single samples are delivered.
+        single: single samples are delivered.
         seed, generator: of the loader.
 
     Attributes:
@@ -173,7 +173,7 @@ class Samplers:
             outer = _copied(self.index_sampler, memo)
         except Exception as error:
             raise ArgumentError(
-                f"{self.names} cannot be copied, so its order cannot be made again ({error})"
+                f"{self.names} cannot be copied, so its order cannot be recreated ({error})"
             ) from error
         own = memo.get(id(self._generator))
         return Samplers(outer, self.batch_size, self.single, self._seed, own)

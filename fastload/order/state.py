@@ -1,4 +1,4 @@
-"""The state of a loader, in memory and in a file: alone, or somewhere in the checkpoint of a training.
+"""The state of a loader, in memory and in a file: alone, or somewhere in a checkpoint.
 
     torch.save(loader.state_dict(), path)     json.dump(loader.state_dict(), file)
     torch.save({"model": ..., "loops": {"train_loader": loader.state_dict()}}, path)

@@ -75,8 +75,9 @@ class BetonDataset(ShardDataset):
             ...  # uint8 (256, 3, 224, 224), int64 (256,)
 
     It is a map-style dataset: `len()`, `[]`, an exact shuffle. Samples have the numbers that FFCV gives them.
-    The constructor reads the tables of each file, 60 to 100 bytes a sample, and a cache keeps them. A sample
-    is one ranged read. Files are never streamed, because samples do not lie in the order of their numbers.
+    The constructor reads the tables of each file, 60 to 100 bytes per sample, and a cache keeps them. A
+    sample is one ranged read. Files are never streamed, because samples do not lie in the order of their
+    numbers.
 
     Args:
         url: a file, a prefix, a glob or a list of these: any fsspec URL or path.

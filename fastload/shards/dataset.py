@@ -53,7 +53,7 @@ class _Here(NamedTuple):
     """What a dataset of shards has in one process.
 
     Attributes:
-        pending: the records that streams have handed out.
+        pending: the records that streams have delivered.
         offsets: of the records that were used last, for errors about them.
         key_beginnings: the first parts of the cache keys of each shard's records.
         streams: that are open.
@@ -252,7 +252,7 @@ class ShardDataset(StoreDataset):
         return IndexedShards(self._shards, self._form, self._index, self._blocks())
 
     def _record(self, index: int) -> int:
-        """Return the packed `RecordId` of a sample's number, or of an id that a stream has handed out."""
+        """Return the packed `RecordId` of a sample's number, or of an id that a stream has delivered."""
         index = operator.index(index)  # two tensors of one number are not one key
         if index in self._here.get().pending:
             return index

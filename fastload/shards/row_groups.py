@@ -1,6 +1,6 @@
 """Rows of Parquet files: read row group by row group, one at random, and their columns as fields.
 
-    store ─ footer ─▶ ranges of the wanted columns, side by side ─▶ pyarrow ─▶ values ─▶ one record a row
+    store ─ footer ─▶ ranges of the wanted columns, side by side ─▶ pyarrow ─▶ values ─▶ one record per row
 
 The thread that gets the last range decodes the row group, while the rows of others are used.
 

@@ -4,7 +4,7 @@
 
 A sliding shuffle buffer can only be saved with all its contents. Shuffling in blocks (read so many records,
 permute them, hand them out while the next ones are on their way) needs a few integers: the position of the
-readers when the block began, and how many of its records were handed out. A stream that resumes reads one
+readers when the block began, and how many of its records were delivered. A stream that resumes reads one
 block again and goes on with the very next record.
 """
 
@@ -182,7 +182,7 @@ class ShuffledStream(Generic[T]):
         plan: JSON that names the stream; it goes into the state as it is.
         interleave: opened at the position of `at`.
         pool: the threads of the readers; they end with the stream.
-        hold: called with each record that is handed out; what it returns is handed out in its place.
+        hold: called with each record that is delivered; what it returns is delivered in its place.
         size: of a block.
         seed: anything with a `repr`; with the block's number it makes the order. None: nothing is shuffled.
         at: `state()["at"]`, where to go on; None: at the beginning.
@@ -242,7 +242,7 @@ class ShuffledStream(Generic[T]):
         self._given = 0
 
     def _read_block(self) -> bool:
-        """Read the block that has begun, less what was handed out of it; False at the end."""
+        """Read the block that has begun, less what was delivered of it; False at the end."""
         block = self._fill()
         if not 0 <= self._given < max(1, len(block)):
             raise ArgumentError(

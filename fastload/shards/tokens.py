@@ -124,7 +124,7 @@ class TokenDataset(StoreDataset):
 
     The objects hold token numbers of one integer type, one after the other: raw files, as nanoGPT, Megatron
     and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes of each tell which,
-    so the constructor makes one request an object. All objects of a dataset are of one kind.
+    so the constructor makes one request per object. All objects of a dataset are of one kind.
 
     In the order of their keys the objects are laid end to end, so a sample may begin in one and end in the
     next. Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and

@@ -176,7 +176,7 @@ class Store(ABC):
     ) -> Buffer:
         """Return one object's bytes; with `version` only of that version, with `size` only that many.
 
-        `wait(error, seconds)` is called before the request is made again; it may raise to end that.
+        `wait(error, seconds)` is called before the request is repeated; it may raise to end that.
         """
         if size is None and self.budget is not None and self.budget.limits.egress is not None:
             info = self.head(key, wait=wait)  # what is asked for must be known before

@@ -71,7 +71,7 @@ class ClientProcess:
     """The client process of one store, for all threads of this process.
 
     It ends with the store, with this process however that ends, and after 10 s without a request. If it has
-    ended, another one takes its place, and the request is made again.
+    ended, another one takes its place, and the request is repeated.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class ClientProcess:
         """Return the result of `target.method(*arguments)` there; one with the buffer protocol as `bytes`.
 
         Args:
-            before_repeat: called before the request is made again in a new process.
+            before_repeat: called before the request is repeated in a new process.
 
         Raises:
             FastloadError: what the method raised.

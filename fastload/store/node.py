@@ -15,7 +15,7 @@ A `SharedFile` is bytes in one file that all processes of a node map. Forked pro
 process that is being spawned gets a descriptor of the same file.
 
 Listings and shard indexes are kept in folders that only this user can change. A kept file is read only if no
-other user can have written it: a listing decides which objects and labels a training gets. Everything is
+other user can have written it: a listing decides which objects and labels a run gets. Everything is
 checked by its descriptor: a path may lead to another file when it is opened.
 """
 

@@ -398,7 +398,7 @@ def _pages(client: Any) -> Iterator[Any]:
 
 def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
     """Return a checked answer to a read of the whole object."""
-    meta = result.meta  # made anew each time
+    meta = result.meta  # recreated each time
     if not meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
     _check(key, meta, version)

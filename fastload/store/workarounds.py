@@ -169,7 +169,7 @@ class OnePass:
     def read(self, key: str, version: str | None, start: int, stop: int) -> tuple[bytes, int]:
         """Return the bytes [start, stop) of an object, fewer if it is shorter, and its size.
 
-        Without a version it is asked for anew: it may be another one by now.
+        Without a version it is asked for again: it may be another one by now.
         """
         if not version:
             return _Pass(self._kept_bytes).read(lambda: self._request(key, version), start, stop)

@@ -2,7 +2,7 @@
 
 from fastload.testing import DatasetTests
 
-A subclass defines `make`, and pytest collects one test a promise. pytest is not imported here.
+A subclass defines `make`, and pytest collects one test per promise. pytest is not imported here.
 """
 
 from __future__ import annotations

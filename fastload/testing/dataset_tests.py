@@ -216,7 +216,7 @@ class DatasetTests(ReadTests):
         self._error_of(dataset, bad[0])  # the second time too
         options, name = self._processes(1)
         found = f"sample {bad[0]} raised {kind.__name__} in this process, and"
-        remedy = "let pickle.loads(pickle.dumps(error)) work: an error is made again from its `args`"
+        remedy = "let pickle.loads(pickle.dumps(error)) work: an error is recreated from its `args`"
         try:
             self._epoch(dataset, sampler=[bad[0]], **options)
         except Exception as error:

@@ -214,7 +214,7 @@ class ReadTests:
 
     def _check_rest(self, expected: list[Contents], start: int, found: list[Contents], name: str) -> None:
         check_same_lists(
-            "a resumed run gives exactly the samples that were not handed out",
+            "a resumed run gives exactly the samples that were not delivered",
             expected[start:],
             found,
             ("in the whole run", name),

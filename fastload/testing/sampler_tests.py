@@ -95,7 +95,7 @@ class SamplerTests:
                     "an epoch that is left early does not shorten the next one",
                     f"after two draws that were the end of an epoch, the next one of "
                     f"{_rank(rank, self.world_sizes[-1])} had {count} in place of {whole}",
-                    "let __iter__ begin anew, and keep a position only for state_dict()",
+                    "let __iter__ begin again, and keep a position only for state_dict()",
                 )
 
     # --- which order
@@ -160,7 +160,7 @@ class SamplerTests:
                     seen += [index for batch in self._resumed(state) for index in batch]
             if seen != expected[start:]:
                 broken(
-                    "a resumed run gives exactly the indices that were not handed out",
+                    "a resumed run gives exactly the indices that were not delivered",
                     f"resumed after {start} indices, and one batch later again, "
                     f"{_first_unlike(seen, expected[start:])}",
                     "let state_dict() return a copy of all that the order depends on, and the iteration "

@@ -1,4 +1,4 @@
-"""A number over all that a loader has handed out, and how it came about: enough to compare two runs.
+"""A number over all that a loader has delivered, and how it came about: enough to compare two runs.
 
     sum of a step     the sums of its rows' fingerprints, as the process that made the batch gave them
     digest            over all steps: sum of the step * a number of (epoch, step), in each of four lanes
@@ -43,7 +43,7 @@ class EpochSums:
 
     Attributes:
         epoch: the first one.
-        steps, samples: handed out.
+        steps, samples: delivered.
         ordered: with the step in which each sample stood.
         unordered: without it, for runs whose steps have other numbers of samples.
     """
@@ -68,7 +68,7 @@ class Digest:
 
     Attributes:
         rank, world_size: whose part of the samples this is.
-        steps, samples: handed out since the run began.
+        steps, samples: delivered since the run began.
         sums: of all of them.
         epochs: the last of these runs, or is over.
         every, trail: of the last epoch, the lower half of `ordered` over its first `every` steps, over twice

@@ -1,4 +1,4 @@
-"""`prove`: whether two runs were handed out the same data, and if not, where they part.
+"""`prove`: whether two runs got the same data, and if not, where they differ.
 
 sides     states, logs, or directories of logs, one per rank ──▶ `Side`
 logs      step by step, then row by row in the first step that differs
@@ -53,7 +53,7 @@ class Proof(NamedTuple):
 
 
 def prove(a: Any, b: Any) -> Proof:
-    """Compare what two runs were handed out: from the states of their loaders, or from their sample logs.
+    """Compare the data that two runs got: from the states of their loaders, or from their sample logs.
 
     Example::
 

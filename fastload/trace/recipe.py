@@ -73,7 +73,7 @@ class Restored(NamedTuple):
             says so.
         missing: why the samples cannot be read, so that only their indices are known; or None.
         no_images: why a batch cannot be made of them; or None.
-        no_batch: why it would not be the batch that was handed out; or None.
+        no_batch: why it would not be the batch that was delivered; or None.
         notes: what may be unlike the run, in sentences.
     """
 
@@ -150,7 +150,7 @@ def _restored(state: State, made: Mapping[str, Any], url: str | None, options: M
         "seed": state.seed,
     }
     no_images = made["no_images"]
-    own = "its batch_transform= is a function of the training" if made["batch_transform"] == {} else None
+    own = "its batch_transform= is a function of your script" if made["batch_transform"] == {} else None
     return Restored(arguments, missing, no_images, no_images or own, notes)
 
 
@@ -214,15 +214,15 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _unlike(loader: Any) -> tuple[str | None, list[str]]:
-    """Return (why the batch cannot be made again, or None; what may be unlike in it)."""
+    """Return (why the batch cannot be recreated, or None; what may be unlike in it)."""
     dataset, notes = loader.dataset, []
     whys = [
         (type(loader).__module__ != "fastload.loader.dataloader", f"it is a {type(loader).__qualname__}"),
-        (loader.collate_fn is not default_collate, "its collate_fn= is a function of the training"),
-        (_given_decode(dataset) is not None, "its dataset has a decode= of the training"),
+        (loader.collate_fn is not default_collate, "its collate_fn= is a function of your script"),
+        (_given_decode(dataset) is not None, "its dataset has a decode= of your script"),
         (
             getattr(dataset, "target_transform", None) is not None,
-            "its dataset has a target_transform= of the training",
+            "its dataset has a target_transform= of your script",
         ),
         (
             not _is_described(getattr(dataset, "transform", None)),

@@ -348,7 +348,7 @@ class SampleLog:
 
     def __init__(self, path: Path) -> None:
         if not path.stat().st_size:
-            raise DecodeError("the log is empty: its run has handed out little, and did not write it yet")
+            raise DecodeError("the log is empty: its run has delivered little, and did not write it yet")
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.rank = rank_of(self._data)
@@ -364,7 +364,7 @@ class SampleLog:
                 self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, offset))
 
     def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
-        """Return the steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
+        """Return the steps that no later run has repeated: (n, 5), as in `_Run`, with the number of ranks.
 
         Args:
             others: runs of other ranks. This rank has no part in those that have too few ranks for it.

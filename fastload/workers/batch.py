@@ -158,7 +158,7 @@ class BatchMaker(BatchSource):
 
     def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
         rows = view_of(setup.dataset)
-        # Streamed ids are not announced, and shard datasets hand out a stream's records to one thread.
+        # Streamed ids are not announced, and shard datasets give a stream's records to one thread.
         threaded = setup.threads > 0 and rows.streams() is None
         self.counters = BatchCounters(setup.dataset, threaded=threaded)
         self._dataset = setup.dataset

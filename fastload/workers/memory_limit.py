@@ -41,7 +41,7 @@ _COPIED = 16 * _MB
 _PROCESS = {"fork": 24 * _MB, "forkserver": 48 * _MB, "spawn": 200 * _MB}
 _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
 # For `num_workers=0`: the process that reads from the store, and the heaps of this process's threads, which
-# cannot be measured beside the training's own memory. 115-136 MB by four runs of the stress test.
+# cannot be measured beside the trainer's own memory. 115-136 MB by four runs of the stress test.
 _CLIENT = 136 * _MB
 # More batches than `prefetch_factor` are made ahead as long as they take no more. Small batches vary most in
 # what they cost; 12 workers on each of 8 ranks take 6 GB at most.

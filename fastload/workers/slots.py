@@ -14,7 +14,7 @@ A process that the user forks from the trainer sees the live batches in the same
 up instead of used again, so that the fork's batches do not change.
 
 Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the
-largest batch so far. Growing in place was rejected: tensors already handed out would have to move.
+largest batch so far. Growing in place was rejected: tensors already delivered would have to move.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _Slot:
 
 @dataclass
 class SlotPool:
-    """The worker's side: makes slots, hands out their memory, packs batches.
+    """The worker's side: makes slots, gives their memory, packs batches.
 
     A slot serves one batch at a time: from `allocate` or `pack` until `release(id)`. Used by one thread.
 

@@ -506,7 +506,7 @@ def test_state_of_many_skipped_steps_and_samples_is_small() -> None:
         (lambda one: one.skip(-1), "found -1"),
         (lambda one: one.skip(["a"]), "found 'a'"),
         (lambda one: one.skip(STEPS), f"steps 0 to {STEPS - 1}, found step {STEPS}"),
-        (lambda one: one.skip([1, 5]), "step 1 of epoch 1 was handed out already: the next one is step 2"),
+        (lambda one: one.skip([1, 5]), "step 1 of epoch 1 was delivered already: the next one is step 2"),
         (lambda one: one.skip(5, epoch=0), "epoch 0 is over: epoch 1"),
         (lambda one: one.skip(5, epoch=-2), "epoch must be .* found -2"),
     ],

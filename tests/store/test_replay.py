@@ -253,9 +253,9 @@ def test_loader_of_the_user_is_run_where_the_state_does_not_tell(folder: Path, t
     ("make", "why"),
     [
         (lambda root: DataLoader(ImageFolder(root, keys=["cat/<00> & é.jpg"])), "given keys="),
-        (lambda root: DataLoader(ObjectDataset(root, decode=len)), "a decode= of the training"),
+        (lambda root: DataLoader(ObjectDataset(root, decode=len)), "a decode= of your script"),
         (lambda root: DataLoader(ImageFolder(root, np.asarray)), "neither RandomResizedCrop"),
-        (lambda root: DataLoader(ImageFolder(root, CROP, str)), "a target_transform= of the training"),
+        (lambda root: DataLoader(ImageFolder(root, CROP, str)), "a target_transform= of your script"),
         (lambda root: DataLoader(ImageFolder(root, CROP), collate_fn=list), "collate_fn= is a function"),
         (lambda root: DataLoader(ImageFolder(root, CROP), batch_transform=list), "batch_transform= is a"),
     ],

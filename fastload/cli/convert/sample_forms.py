@@ -194,7 +194,7 @@ class Members:
             sample = as_members(sample)
         given = sample.key or serial
         key = member_key(given)
-        while key in keys:  # twice in the source, or the same but for its dots
+        while key in keys:  # twice in the source, or the same except for its dots
             key = f"{key}-{serial}"
         keys[key] = given
         content.add_members(key, sample.members)

@@ -33,7 +33,7 @@ BASELINE_SECONDS = 20.0
 MARKER = "made-by-fastload-demo"
 
 
-# The reference of MoXing's table: (GPUs, images/s of ResNet-50 on them, MB/s at 124 KB an image).
+# The reference of MoXing's table: (GPUs, images/s of ResNet-50 on them, MB/s at 124 KB per image).
 NEEDED = (("8xP100", 1500, 185.49), ("8xV100", 3100, 383.35))
 
 

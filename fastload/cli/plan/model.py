@@ -11,7 +11,7 @@ rate of all. With h, the share of samples in the cache (it fills, then stops, so
     disk write    bytes per second / stored bytes / (the share that fits)    while the cache fills
 
 Shards are streamed in epoch 1: a request brings a range with many samples. Later epochs read at random what
-the cache lacks, a request a sample; where that does not pay, as for small samples, they stream everything.
+the cache lacks, a request per sample; where that does not pay, as for small samples, they stream everything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Streaming:
 
     per_request: Annotated[float, "samples of a request"]
     request_seconds: Annotated[float, "time of a request"]
-    get_cpu: Annotated[float, "core-seconds a sample"]
+    get_cpu: Annotated[float, "core-seconds per sample"]
     in_flight: Annotated[int, "requests in flight"]
     at_random: Annotated[bool, "whether later epochs may read a sample by a request of its own"]
 
@@ -171,7 +171,7 @@ def predict_epoch(
 
 
 def _at_random(data: Data, node: Node) -> Streaming:
-    """Return how a request a sample reads, in the same terms."""
+    """Return how a request per sample reads, in the same terms."""
     in_flight = min(NODE_REQUESTS, WORKER_REQUESTS * node.workers)
     return Streaming(1.0, data.request_seconds, data.get_cpu, in_flight, True)
 

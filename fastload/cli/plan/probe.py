@@ -275,7 +275,7 @@ def probe_shards(
     """Read some shards from their beginning on, `objects` samples or 15 s of them.
 
     Args:
-        workers: workers of the training.
+        workers: workers of the training script.
         url, kind, options, objects, size, cache: as of `probe_samples`.
 
     Raises:
@@ -310,7 +310,7 @@ def probe_shards(
 
 
 def _read_ahead(workers: int) -> tuple[ReadAhead, int]:
-    """Return how a training with the default `cycle_length` reads: the pieces, and all requests in flight."""
+    """Return how a run with the default `cycle_length` reads: the pieces, and all requests in flight."""
     readers = max(1, _CYCLE // workers)
     ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
     return ahead, min(SETTINGS.node_requests, workers * readers * ahead.pieces)

@@ -1,3 +1,11 @@
+from fastload import ImageFolder, RandomResizedCrop, open_store
+from fastload.errors import DecodeError
+
+open_store("s3://bucket/pages").write("cat/a.jpg", b"<html>404</html>")
+try:
+    ImageFolder("s3://bucket/pages", RandomResizedCrop(224))[0]
+except DecodeError as error:
+    said = str(error)  # [decode 'cat/a.jpg'] this is HTML or XML, not an image: ...
 assert "HTML or XML" in said, said
 
 import io

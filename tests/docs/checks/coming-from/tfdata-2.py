@@ -1,0 +1,2 @@
+seen = []
+train_step = lambda images, labels: seen.extend(labels.tolist())

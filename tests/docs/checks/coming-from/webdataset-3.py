@@ -1,0 +1,2 @@
+assert sorted(after) == sorted(before), after
+assert len(dataset) == 32

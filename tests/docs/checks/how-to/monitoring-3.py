@@ -1,0 +1,4 @@
+import io, sys
+
+printed = sys.stdout
+sys.stdout = io.StringIO()
