@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.checks import check_function
+from fastload.checks import check_function, shorten_errors
 from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_transforms import Transform, images_kept
@@ -85,9 +85,10 @@ class ImageFolder(ObjectDataset):
 
     _image = _IMAGE
 
+    @shorten_errors
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
         *,

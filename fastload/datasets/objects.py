@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.checks import check_function, check_index
+from fastload.checks import check_function, check_index, shorten_errors
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform
@@ -90,9 +90,10 @@ class ObjectDataset(StoreDataset):
             key without an object is a NotFoundError.
     """
 
+    @shorten_errors
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         *,
         decode: Callable[..., Any] | None = None,
         transform: Callable[[Any], Any] | None = None,

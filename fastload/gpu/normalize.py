@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastload.checks import shorten_errors
 from fastload.errors import ArgumentError
 from fastload.gpu.tree import tree_leaves, tree_map
 
@@ -53,6 +54,7 @@ class Normalize:
             tensor nor a batch, such as a PIL image.
     """
 
+    @shorten_errors
     def __init__(
         self,
         mean: Sequence[float],
