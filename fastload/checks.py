@@ -42,6 +42,12 @@ def check_one_of(argument: str, value: Any, choices: Collection[str]) -> None:
 def check_function(argument: str, value: Any) -> None:
     """Raise `ArgumentError` unless the value is a function or None, and no class of such functions."""
     refuse_class(argument, value)
+    if isinstance(value, list | tuple):
+        raise ArgumentError(
+            f"{argument} must be one function or None, found a {type(value).__name__} of {len(value)}: join "
+            "them, as in torchvision.transforms.v2.Compose([...]); a Normalize is the batch_transform of the "
+            "DataLoader"
+        )
     if value is not None and not callable(value):
         raise ArgumentError(f"{argument} must be callable or None, found {value!r}")
 

@@ -77,6 +77,11 @@ class RandomResizedCrop(Crop):
             channels_last=channels_last,
             strict=strict,
         )
+        if isinstance(scale, int | float):
+            raise ArgumentError(
+                f"scale must be (smallest, largest) share of the area, found {scale!r}: a size of (height, "
+                f"width) is one argument, as in RandomResizedCrop(({size}, {scale}))"
+            )
         self.scale = check_range("scale", scale)
         self.ratio = check_range("ratio", ratio)
         if self.scale[1] > 1:

@@ -137,7 +137,9 @@ class ShardDataset(StoreDataset):
     def _indexed_length(self) -> int:
         """See `fastload.order.sampler.indexed_length`."""
         if not self._index.complete():
-            raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
+            raise TypeError(
+                f"this dataset has no length yet: {NOT_INDEXED}. With num_samples= it has the length that you know"
+            )
         return len(self._index)
 
     def __repr__(self) -> str:
