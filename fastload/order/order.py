@@ -146,7 +146,7 @@ class EpochOrder:
             with copies.drawing():
                 count = sum(1 for _ in order.batches(copies, 0))
             raise ArgumentError(
-                f"epoch {self.epoch} has no step {step} on this rank: it has {count:,}, from 0 to {count - 1:,}"
+                f"epoch {self.epoch} has no step {step} on this rank: it has {count:,} steps, from 0 on"
             )
         return index
 

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import re
-import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -241,12 +240,9 @@ def parse_state(state: Any, name: str, advice: str = _AS_SAVED) -> State:
         ArgumentError: it is not.
     """
     if not isinstance(state, Mapping):
-        loaded = (
-            f": read it first, as in torch.load({state!r})" if isinstance(state, str | os.PathLike) else ""
-        )
-        raise ArgumentError(
-            f"{name} must be a dict that state_dict() returned, found {type(state).__name__}{loaded}"
-        )
+        is_path = isinstance(state, str | os.PathLike)
+        found = f"{state!r}: read it by torch.load first" if is_path else type(state).__name__
+        raise ArgumentError(f"{name} must be a dict that state_dict() returned, found {found}")
     if state.get("version") != VERSION:
         raise ArgumentError(
             f"{name} has version {reprlib.repr(state.get('version'))}, this fastload reads version "

@@ -138,7 +138,7 @@ class ShardDataset(StoreDataset):
         """See `fastload.order.sampler.indexed_length`."""
         if not self._index.complete():
             raise TypeError(
-                f"this dataset has no length yet: {NOT_INDEXED}. With num_samples= it has the length that you know"
+                f"this dataset has no length yet: {NOT_INDEXED}. num_samples= gives it a length until then"
             )
         return len(self._index)
 
