@@ -52,6 +52,21 @@ def check_function(argument: str, value: Any) -> None:
         raise ArgumentError(f"{argument} must be callable or None, found {value!r}")
 
 
+def as_index(index: Any) -> int:
+    """Return the number that an index of a sample is.
+
+    Raises:
+        TypeError: it is no whole number.
+    """
+    try:
+        return operator.index(index)  # two tensors of one number are not one key
+    except TypeError:
+        raise TypeError(
+            f"an index must be a whole number, found {index!r}. For several samples take "
+            "torch.utils.data.Subset(dataset, indices); dataset.find(keys) gives the indices of keys"
+        ) from None
+
+
 def check_index(index: Any, count: int, of: str) -> int:
     """Return the position, from 0 on, that an index of a sequence of `count` elements means.
 
@@ -62,7 +77,7 @@ def check_index(index: Any, count: int, of: str) -> int:
         IndexError: there is no such element.
         TypeError: it is no whole number.
     """
-    index = operator.index(index)  # two tensors of one number are not one key
+    index = as_index(index)
     if not -count <= index < count:
         raise IndexError(f"index {index} is out of range for {count:,} {of}")
     return int(index % count)

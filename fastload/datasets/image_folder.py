@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -257,6 +257,15 @@ class ReadOnlyList(Sequence[T]):
 
     def __delitem__(self, index: object) -> NoReturn:
         self[index] = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(list, name) and not name.startswith("_"):
+                raise AttributeError(
+                    f"this list is made from the listing, and has no {name}(): {self._instead}"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ReadOnlyList | list):
