@@ -141,8 +141,8 @@ MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
     "a key as an index": (
         lambda root: TarDataset(root / "tar")["0.jpg"],  # type: ignore[index]
         TypeError,
-        "found '0.jpg'. For several samples take torch.utils.data.Subset(dataset, indices); dataset.find(keys) "
-        "gives the indices of keys",
+        "found '0.jpg'. For several samples take torch.utils.data.Subset(dataset, indices); "
+        "dataset.find(keys) gives the indices of keys",
     ),
     "a sample that is appended": (
         lambda root: ImageFolder(root / "photos").samples.append(("x", 1)),  # type: ignore[attr-defined]
@@ -218,6 +218,18 @@ def test_traceback_shows_the_code_of_the_user(num_workers: int, root: Path) -> N
     with pytest.raises(DecodeError, match="HTML") as caught:
         list(loader)
     assert "in crop_of_no_image" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("on_error", "words"), [("replace", "the 16 that it was to replace"), ("repeat", "all of its batch")]
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_message_says_that_substitutes_are_bad_too(
+    on_error: str, words: str, num_workers: int, root: Path
+) -> None:
+    images = ImageFolder(root / "photos", crop_of_no_image)
+    with pytest.raises(DecodeError, match=f"on_error='{on_error}' ends here: {words} are bad too"):
+        list(DataLoader(images, 2, num_workers=num_workers, on_error=on_error))
 
 
 def test_a_type_error_from_inside_is_not_explained() -> None:
