@@ -5,6 +5,7 @@ from fastload import DataLoader, ImageFolder
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,11 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fastload.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'fastload' has no attribute {name!r}")
+        near = difflib.get_close_matches(name, __all__, 1)
+        instead = (
+            f"did you mean {near[0]!r}" if near else "datasets and loaders take those of torch(vision) too"
+        )
+        raise AttributeError(f"module 'fastload' has no attribute {name!r}: {instead}")
     from fastload.metrics.machine import importable, need_linux
 
     if not importable(name):

@@ -5,14 +5,21 @@ So the same mistake has the same words everywhere.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import math
 import operator
 import re
-from collections.abc import Collection
-from typing import Any
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, FastloadError
+from fastload.printable import PACKAGE
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def whole_number(argument: str, value: Any, least: int = 1, most: int | None = None) -> int:
@@ -40,8 +47,29 @@ def check_one_of(argument: str, value: Any, choices: Collection[str]) -> None:
 def check_function(argument: str, value: Any) -> None:
     """Raise `ArgumentError` unless the value is a function or None, and no class of such functions."""
     refuse_class(argument, value)
+    if isinstance(value, list | tuple):
+        raise ArgumentError(
+            f"{argument} must be one function or None, found a {type(value).__name__} of {len(value)}: join "
+            "them, as in torchvision.transforms.v2.Compose([...]); a Normalize is the batch_transform of the "
+            "DataLoader"
+        )
     if value is not None and not callable(value):
         raise ArgumentError(f"{argument} must be callable or None, found {value!r}")
+
+
+def as_index(index: Any) -> int:
+    """Return the number that an index of a sample is.
+
+    Raises:
+        TypeError: it is no whole number.
+    """
+    try:
+        return operator.index(index)  # two tensors of one number are not one key
+    except TypeError:
+        raise TypeError(
+            f"an index must be a whole number, found {index!r}. For several samples take "
+            "torch.utils.data.Subset(dataset, indices); dataset.find(keys) gives the indices of keys"
+        ) from None
 
 
 def check_index(index: Any, count: int, of: str) -> int:
@@ -54,7 +82,7 @@ def check_index(index: Any, count: int, of: str) -> int:
         IndexError: there is no such element.
         TypeError: it is no whole number.
     """
-    index = operator.index(index)  # two tensors of one number are not one key
+    index = as_index(index)
     if not -count <= index < count:
         raise IndexError(f"index {index} is out of range for {count:,} {of}")
     return int(index % count)
@@ -135,3 +163,76 @@ def format_size(count: float) -> str:
 def format_money(amount: float, currency: str) -> str:
     """Return `amount` for people: "USD 12.30"; two digits of less than a cent, such as "USD 0.0042"."""
     return f"{currency} {amount:,.2f}" if amount == 0 or amount >= 0.01 else f"{currency} {amount:.2g}"
+
+
+# --- the border of the API
+
+
+def shorten_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a public function whose errors show the line that called it, and not fastload's frames below it.
+
+    A call that does not fit the signature is a TypeError as before, and says what to write.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FastloadError as error:
+            if raised_by_us(error.__cause__):
+                error.__cause__, error.__suppress_context__ = None, True
+            if _is_ours(error):
+                error.__traceback__ = None
+            raise
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # from the body of the function
+            raise TypeError(_explain_call(function, args, kwargs) or str(error)) from None
+
+    return call
+
+
+def raised_by_us(error: BaseException | None) -> bool:
+    """Return whether an error and its causes come from frames of fastload alone, which tell nobody more."""
+    while error is not None:
+        if error.__traceback__ is None or not _is_ours(error):
+            return False
+        error = error.__cause__
+    return True
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether all frames between here and an error are fastload's."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return all(frame.f_code.co_filename.startswith(PACKAGE) for frame, _ in frames)
+
+
+def _explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call does not fit the signature, and what to write; None: for another reason."""
+    parameters = list(inspect.signature(function).parameters.values())
+    name = function.__qualname__.removesuffix(".__init__")
+    if name != function.__qualname__:  # a constructor
+        parameters, args = parameters[1:], args[1:]
+    names = [one.name for one in parameters]
+    unknown = next((word for word in kwargs if word not in names), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(unknown, names, n=1)
+        says = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names)}"
+        if "storage_options" in names:  # without the value, which may be a secret
+            says += f". An option of the store is written as storage_options={{{unknown!r}: ...}}"
+        return f"{name}() has no argument {unknown!r}: {says}"
+    by_position = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    if len(args) > len(by_position):
+        named = ", ".join(f"{one}=" for one in names[len(by_position) :])
+        return (
+            f"{name}() takes {', '.join(by_position)} by position, and {len(args)} values were given: name "
+            f"the others ({named})"
+        )
+    missing = [
+        one.name
+        for one in parameters[len(args) :]
+        if one.default is one.empty and one.name not in kwargs and one.kind is not one.VAR_KEYWORD
+    ]
+    if missing:
+        return f"{name}() needs {' and '.join(missing)}: write {name}({', '.join(by_position)})"
+    return None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent)  # of the files whose frames are fastload's
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -25,9 +29,17 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def warn(text: str, stacklevel: int) -> None:
+def user_level() -> int:
+    """Return the `stacklevel` with which a warning of the caller shows the line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def warn(text: str) -> None:
     """Warn of what training goes on with: a RuntimeWarning; under `-W error` a line of the log."""
     try:
-        warnings.warn(printable(text), RuntimeWarning, stacklevel + 1)
+        warnings.warn(printable(text), RuntimeWarning, user_level())
     except RuntimeWarning:
         logging.getLogger("fastload").warning("%s", printable(text))

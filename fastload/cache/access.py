@@ -132,7 +132,7 @@ class Access:
         text = (
             f"fastload passes through its cache {self._path}: {error}. See {address('cache-passes-through')}"
         )
-        warn(text, stacklevel=5)
+        warn(text)
 
     def _report_full(self, error: BaseException) -> None:
         """Warn once of a disk that is full for now; other failures are still warned of."""
@@ -141,8 +141,7 @@ class Access:
             self.counters.add("cache.failures")
             warn(
                 f"fastload passes through its cache {self._path}: {error}. "
-                f"It is filled again when there is room. See {address('cache-passes-through')}",
-                stacklevel=5,
+                f"It is filled again when there is room. See {address('cache-passes-through')}"
             )
 
     def _report_writer(self, error: BaseException) -> None:

@@ -30,7 +30,7 @@ from fastload.cache.segment import (
     record_size,
 )
 from fastload.cache.writer import Item
-from fastload.checks import parse_size, whole_number
+from fastload.checks import parse_size, shorten_errors, whole_number
 from fastload.errors import ArgumentError, CacheError
 from fastload.formats.jpeg import DCT_MAGIC
 from fastload.metrics.counters import Counters
@@ -108,6 +108,7 @@ class Cache:
         CacheError: `path` is a file, belongs to another user, or is writable for everybody.
     """
 
+    @shorten_errors
     def __init__(
         self,
         path: str | os.PathLike[str],

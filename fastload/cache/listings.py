@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.cache import Cache
 from fastload.checks import parse_duration
 from fastload.errors import CacheError, FastloadError, StoreError, address
+from fastload.printable import user_level
 from fastload.store.base import Store
 from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
@@ -184,7 +185,9 @@ class _Shelf:
                     if path not in kept:
                         path.unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(f"the listing cannot be kept in {str(self._directory)!r}: {error}", stacklevel=4)
+            warnings.warn(
+                f"the listing cannot be kept in {str(self._directory)!r}: {error}", stacklevel=user_level()
+            )
         return manifest
 
     @contextlib.contextmanager
@@ -291,7 +294,7 @@ def _may_keep(manifest: Manifest, store: Store) -> bool:
     """Return whether changes of its objects can be told; a warning says why not."""
     why = manifest.why_not_cached(store)
     if why:
-        warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=4)
+        warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=user_level())
     return not why
 
 

@@ -264,7 +264,7 @@ class Remote:
             f"fastload trains on without the {task} of its cache {self._cache.path}: {text}. "
             f"See {address('cache-remote')}"
         )
-        warn(message, stacklevel=3)
+        warn(message)
 
 
 def _open_memory(name: str) -> IO[bytes]:

@@ -36,6 +36,14 @@ _HELP = address("argumenterror")
 _UsageError: Any = typer.BadParameter.__base__
 
 
+def _without_flag_values(parameters: Any) -> Any:
+    """Return the parameters; flags, which take no value, show none in the help."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
 class _Command(TyperCommand):
     """A command whose usage line shows an argument as URL instead of {url}."""
 
@@ -44,12 +52,8 @@ class _Command(TyperCommand):
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options; flags, which take no value, show none."""
-        parameters = super().get_params(ctx)
-        for parameter in parameters:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-        return parameters
+        """Return the options."""
+        return _without_flag_values(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Take --ray alone as the cluster of this machine: Typer has no options with an optional value."""
@@ -65,7 +69,15 @@ class _ScriptCommand(_Command):
     allow_interspersed_args = False
 
 
-class _App(TyperGroup):
+class _Group(TyperGroup):
+    """A group of commands, or the whole command line."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options."""
+        return _without_flag_values(super().get_params(ctx))
+
+
+class _App(_Group):
     """With --json, errors before the start of a command are a JSON document too."""
 
     _as_json = False
@@ -146,7 +158,7 @@ for _function, _report, _line in _COMMANDS:
     _group = cache.app if _parent else app
     _class = _ScriptCommand if _report is trial.TryReport else _Command
     _group.command(_name, cls=_class, epilog=_example(_line))(flatten_options(_function))
-app.add_typer(cache.app, name="cache")
+app.add_typer(cache.app, name="cache", cls=_Group)
 
 
 def _print_version(wanted: bool) -> None:

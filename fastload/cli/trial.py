@@ -27,6 +27,8 @@ _SECONDS_TO_THE_FIRST_LOADER = 600.0
 _SECONDS_TO_END = 15.0  # after the interrupt
 _SECONDS_AGAIN = 10.0  # of the run that tells whether the script has an order
 _LAST_LINES = 15
+_FEWEST_BATCHES = 4  # of each loader, for a rate
+_WAITS = 0.05  # the script waits for its loader from this share on
 
 
 @dataclass(kw_only=True)
@@ -71,7 +73,9 @@ class TriedLoader:
     num_workers: Annotated[int, "its workers"]
     torch: Delivered | None
     fastload: Delivered | None
-    ratio: Annotated[float | None, "rate with fastload divided by that with torch, or null"]
+    ratio: Annotated[
+        float | None, "rate with fastload divided by that with torch; null: too few batches for a rate"
+    ]
     same_order: Annotated[
         bool | None, "whether the leading batches have the same indices; null: not comparable"
     ]
@@ -138,7 +142,13 @@ def _describe(loader: TriedLoader) -> Lines:
     for name, cell in rows.items():
         table.add_row(name, *("-" if side is None else cell(side) for side in sides))
     yield table
-    if loader.ratio is not None:
+    if None in sides:
+        pass
+    elif loader.ratio is None:
+        yield f"fewer than {_FEWEST_BATCHES} batches are too few for a rate: give more --seconds"
+    elif all(side is not None and side.waited < _WAITS for side in sides):
+        yield "the script waits for neither loader: both rates are those of its own work"
+    else:
         yield styled(
             f"the script reads {loader.ratio:.2f} times as many samples a second with fastload", "bold"
         )
@@ -281,7 +291,8 @@ def _tried(torch: dict[str, Any], fastload: dict[str, Any], again: dict[str, Any
         words = " and ".join({"order": "the order", "integers": "the labels"}[name] for name in same)
         comparison = f"{words} of the first {count} batches: the same with both"
     rates = [
-        side["samples_per_second"] if side and side["batches"] > 1 else 0.0 for side in (torch, fastload)
+        side["samples_per_second"] if side and side["batches"] >= _FEWEST_BATCHES else 0.0
+        for side in (torch, fastload)
     ]
     return TriedLoader(
         dataset=about["dataset"].rpartition(".")[2],

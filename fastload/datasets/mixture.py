@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fastload.checks import whole_number
+from fastload.checks import shorten_errors, whole_number
 from fastload.datasets.composed import ConcatView, Location
 from fastload.datasets.views import Reach, View, check_dataset
 from fastload.datasets.wrappers import view_of
@@ -96,6 +96,7 @@ class Mixture(ConcatDataset[Any]):
             missing, negative, infinite or no number, or all are 0; num_samples is no whole number >= 1.
     """
 
+    @shorten_errors
     def __init__(
         self,
         datasets: Mapping[str, Dataset[Any]] | Sequence[Dataset[Any]],

@@ -6,7 +6,7 @@ import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.checks import check_function, check_index
+from fastload.checks import check_function, check_index, shorten_errors
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
@@ -93,9 +93,10 @@ class ObjectDataset(StoreDataset):
             key without an object is a NotFoundError.
     """
 
+    @shorten_errors
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         *,
         decode: Callable[..., Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -292,9 +293,10 @@ class ImageFolder(ObjectDataset):
 
     _image = _IMAGE
 
+    @shorten_errors
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
         *,
@@ -463,6 +465,15 @@ class ReadOnlyList(Sequence[T]):
 
     def __delitem__(self, index: object) -> NoReturn:
         self[index] = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(list, name) and not name.startswith("_"):
+                raise AttributeError(
+                    f"this list is made from the listing, and has no {name}(): {self._instead}"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ReadOnlyList | list):

@@ -21,7 +21,7 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.checks import check_function
+from fastload.checks import check_function, shorten_errors
 from fastload.datasets.payloads import ObjectPayloads, known_images
 from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
@@ -216,6 +216,7 @@ class File:
         ArgumentError: an argument is invalid.
     """
 
+    @shorten_errors
     def __init__(self, column: str, *, decode: Callable[..., Any] | None = None) -> None:
         if not isinstance(column, str):
             raise ArgumentError(f"File takes the name of a column, found {column!r}")

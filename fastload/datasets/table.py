@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.checks import check_index
+from fastload.checks import check_index, shorten_errors
 from fastload.datasets.payloads import settled
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
@@ -93,6 +93,7 @@ class TableDataset(StoreDataset):
 
     _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"fields"}
 
+    @shorten_errors
     def __init__(
         self,
         table: Any,

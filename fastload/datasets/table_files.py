@@ -359,8 +359,14 @@ def _listed(names: Sequence[str], wanted: str) -> str:
     if len(names) == 1 and (separator := next((one for one in ";\t|" if one in names[0]), "")):
         return f"one column, {names[0]!r}: write the file with ',' in place of {separator!r}"
     shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
-    near = difflib.get_close_matches(wanted, names, 1)
-    return f"{shown or 'none'}{f': did you mean {near[0]!r}?' if near else ''}"
+    spaced = next((name for name in names if name.strip() == wanted), None)
+    if spaced is not None:
+        return f"{shown}: remove the spaces around {spaced!r} in its first line"
+    if near := difflib.get_close_matches(wanted, names, 1):
+        return f"{shown}: did you mean {near[0]!r}?"
+    if any("/" in name or name.lstrip("-").replace(".", "", 1).isdecimal() for name in names):
+        return f"{shown}: the first line has to be the names of the columns, and these look like values"
+    return shown or "none"
 
 
 # --- the objects that columns name

@@ -41,7 +41,7 @@ _MOST_HINT = 4096  # pixels; memory for images of the hinted size is allocated a
 _ENDED = (RuntimeError, StopIteration)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dali:
     """`decoder=Dali(...)`: decode with NVIDIA DALI and other settings than those of `decoder="dali"`.
 

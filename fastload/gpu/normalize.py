@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastload.checks import shorten_errors
 from fastload.errors import ArgumentError
 from fastload.gpu.tree import tree_leaves, tree_map
 
@@ -47,12 +48,13 @@ class Normalize:
             None: that of the images.
 
     Raises:
-        ArgumentError: the numbers of means and standard deviations differ, a value is not finite, or a
-            standard deviation is not above 0. When called: a tensor is not uint8 or has another number of
-            channels; a batch has no images, or several tensors that may be images; or the input is neither a
-            tensor nor a batch, such as a PIL image.
+        ArgumentError: the numbers of means and standard deviations differ, a value is not finite, they are of
+            the range 0 to 255, or a standard deviation is not above 0. When called: a tensor is not uint8 or
+            has another number of channels; a batch has no images, or several tensors that may be images; or
+            the input is neither a tensor nor a batch, such as a PIL image.
     """
 
+    @shorten_errors
     def __init__(
         self,
         mean: Sequence[float],
@@ -67,6 +69,10 @@ class Normalize:
             raise ArgumentError(f"mean has {len(self.mean)} channels, std has {len(self.std)}")
         if min(self.std) <= 0:
             raise ArgumentError(f"every std must be above 0, found {self.std}")
+        if max(self.mean) > 1 and max(self.std) > 1:
+            raise ArgumentError(
+                f"mean and std are of values from 0 to 1: divide both by 255, found {self.mean}, {self.std}"
+            )
         if not dtype.is_floating_point:
             raise ArgumentError(f"dtype must be a floating-point type, found {dtype}")
         self.dtype = dtype

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastload.checks import refuse_class
+from fastload.checks import refuse_class, shorten_errors
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import LARGEST_SIDE, Crop, CropBox, Size, check_size, whole_side
 from fastload.images.decode import resized_size
@@ -57,6 +57,7 @@ class RandomResizedCrop(Crop):
 
     clamp = True
 
+    @shorten_errors
     def __init__(
         self,
         size: int | Sequence[int],
@@ -76,6 +77,11 @@ class RandomResizedCrop(Crop):
             channels_last=channels_last,
             strict=strict,
         )
+        if isinstance(scale, int | float):
+            raise ArgumentError(
+                f"scale must be (smallest, largest) share of the area, found {scale!r}: a size of (height, "
+                f"width) is one argument, as in RandomResizedCrop(({size}, {scale}))"
+            )
         self.scale = check_range("scale", scale)
         self.ratio = check_range("ratio", ratio)
         if self.scale[1] > 1:
@@ -148,6 +154,7 @@ class CenterCrop(Crop):
     clamp = False
     draws = False
 
+    @shorten_errors
     def __init__(
         self,
         size: int | Sequence[int],
@@ -256,6 +263,7 @@ class ByEpoch:
         ArgumentError: epoch 0 has none, an epoch is not an int from 0 on, or a transform is not callable.
     """
 
+    @shorten_errors
     def __init__(self, transforms: Mapping[int, Callable[[Any], Any]]) -> None:
         if not isinstance(transforms, Mapping) or 0 not in transforms:
             raise ArgumentError(f"transforms must be a dict with a transform for epoch 0, not {transforms!r}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.checks import check_one_of, refuse_class
+from fastload.checks import check_one_of, refuse_class, shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
@@ -30,6 +30,7 @@ from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
+from fastload.printable import user_level
 from fastload.trace.digest import find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
@@ -114,6 +115,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         ValueError, TypeError: as torch's.
     """
 
+    @shorten_errors
     def __init__(
         self,
         dataset: torch.utils.data.Dataset[T_co],
@@ -486,7 +488,7 @@ def _warn_of_unprefetched(dataset: Any) -> None:
             f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
             f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
             f"See {address('nothing-is-read-ahead')}",
-            stacklevel=3,
+            stacklevel=user_level(),
         )
 
 
@@ -502,5 +504,5 @@ def _warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
         warnings.warn(
             f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
             f"than batch_size={loader.batch_size}",
-            stacklevel=3,
+            stacklevel=user_level(),
         )

@@ -32,6 +32,5 @@ def _warn_of_replacement(function: str, arguments: str) -> None:
     warn(
         f"{function} would make a torch.utils.data.DataLoader of this loader, without reading ahead, "
         f"device=, batch_transform=, seed= and stats(). Write {arguments}, and use the loader as it is. See "
-        f"{address('a-loader-that-a-framework-replaces')}",
-        stacklevel=4,
+        f"{address('a-loader-that-a-framework-replaces')}"
     )

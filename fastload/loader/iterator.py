@@ -15,6 +15,7 @@ import time
 from functools import partial
 from typing import Any
 
+from fastload.checks import shorten_errors
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
@@ -87,6 +88,7 @@ class LoaderIterator(TorchIterator):
 
     # --- the way of a batch
 
+    @shorten_errors
     def _next_data(self) -> Any:
         if self._limit_reached is not None:
             raise copy.copy(self._limit_reached)

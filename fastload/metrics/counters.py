@@ -317,6 +317,5 @@ class BadSamples:
             first_line = error.partition("\n")[0]
             warn(
                 f"fastload replaced {self._of_epoch:,} bad samples of this epoch so far, and goes on. "
-                f"The last one is {key}: {first_line}. See {address('bad-samples')}",
-                stacklevel=2,
+                f"The last one is {key}: {first_line}. See {address('bad-samples')}"
             )

@@ -140,7 +140,8 @@ class watch:  # a verb for users, who write it like a function
         if not hasattr(loader, "_context"):
             kind = type(loader)
             raise ArgumentError(
-                f"loader must be a fastload.DataLoader, found {kind.__module__}.{kind.__qualname__}"
+                f"loader must be a fastload.DataLoader, found {kind.__module__}.{kind.__qualname__}: "
+                "it takes torch's arguments, so import that one instead"
             )
         if interval is not None and not interval > 0:
             raise ArgumentError(f"interval must be a number of seconds above 0, found {interval!r}")

@@ -141,7 +141,12 @@ class EpochOrder:
         with copies.drawing():
             index = next(order.batches(copies, step), _END)
         if index is _END:
-            raise ArgumentError(f"epoch {self.epoch} has no step {step} on this rank")
+            copies, order = self._copies(samplers, dataset, 0, rank, replicas)
+            with copies.drawing():
+                count = sum(1 for _ in order.batches(copies, 0))
+            raise ArgumentError(
+                f"epoch {self.epoch} has no step {step} on this rank: it has {count:,} steps, from 0 on"
+            )
         return index
 
     def _copies(

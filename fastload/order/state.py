@@ -240,7 +240,10 @@ def parse_state(state: Any, name: str, advice: str = _AS_SAVED) -> State:
         ArgumentError: it is not.
     """
     if not isinstance(state, Mapping):
-        raise ArgumentError(f"{name} must be a dict, found {type(state).__name__}")
+        found, advice = type(state).__name__, "load what state_dict() of a fastload.DataLoader returned"
+        if isinstance(state, str | os.PathLike):
+            found, advice = repr(state), "read it by torch.load first"
+        raise ArgumentError(f"{name} must be a dict, found {found}: {advice}")
     if state.get("version") != VERSION:
         raise ArgumentError(
             f"{name} has version {reprlib.repr(state.get('version'))}, this fastload reads version "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
@@ -96,6 +97,7 @@ class BetonDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

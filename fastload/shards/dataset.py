@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
-from fastload.checks import check_index, whole_number
+from fastload.checks import as_index, check_index, whole_number
 from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import Transform
@@ -137,7 +137,9 @@ class ShardDataset(StoreDataset):
     def _indexed_length(self) -> int:
         """See `fastload.order.sampler.indexed_length`."""
         if not self._index.complete():
-            raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
+            raise TypeError(
+                f"this dataset has no length yet: {NOT_INDEXED}. num_samples= gives it a length until then"
+            )
         return len(self._index)
 
     def __repr__(self) -> str:
@@ -253,7 +255,7 @@ class ShardDataset(StoreDataset):
 
     def _record(self, index: int) -> int:
         """Return the packed `RecordId` of a sample's number, or of an id that a stream has delivered."""
-        index = operator.index(index)  # two tensors of one number are not one key
+        index = as_index(index)
         if index in self._here.get().pending:
             return index
         shard, ordinal = RecordId.unpack(index)

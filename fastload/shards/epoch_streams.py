@@ -30,7 +30,7 @@ _UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state
 _UNORDERED_AHEAD = 3  # small shards that are opened ahead where they are read one after the other
 NOT_INDEXED = (
     "its shards are not indexed yet. Read it with fastload.DataLoader, which streams it; give index files "
-    "(index=); or give it a cache, with which the first epoch builds the index"
+    "(index=), which `fastload index` writes; or give it a cache, with which the first epoch builds the index"
 )
 
 

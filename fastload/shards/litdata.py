@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.litdata import (
@@ -115,6 +116,7 @@ class LitDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str],

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import (
@@ -92,6 +93,7 @@ class MDSDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str],

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
@@ -143,6 +144,7 @@ class ParquetDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -5,6 +5,7 @@ footer ─▶ schema, row groups ─▶ (filters: their columns are read) ─▶
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -384,9 +385,10 @@ def _check_columns(key: str, schema: Any, wanted: Iterable[str], row_filter: Row
     for argument, name in asked:
         if schema.names.count(name) != 1:
             found = "no column" if name not in schema.names else "two columns"
+            near = difflib.get_close_matches(name, schema.names, 1) if found == "no column" else []
             raise ArgumentError(
                 f"{argument} names {name!r}, and {key!r} has {found} of that name; it has "
-                f"{', '.join(schema.names)}"
+                f"{', '.join(schema.names)}{f': did you mean {near[0]!r}?' if near else ''}"
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import refuse_class
+from fastload.checks import refuse_class, shorten_errors
 from fastload.datasets.sample_files import IMAGES, PICKLES, extension_of, open_file
 from fastload.errors import DecodeError
 from fastload.formats.tar import read_sample
@@ -145,6 +145,7 @@ class TarDataset(ShardDataset):
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
+from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import RecordFields, still_encoded
 from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError
@@ -122,6 +123,7 @@ class TFRecordDataset(ShardDataset):
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

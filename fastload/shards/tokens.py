@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import check_index, whole_number
+from fastload.checks import check_index, shorten_errors, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
@@ -166,6 +166,7 @@ class TokenDataset(StoreDataset):
     _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"dtype", "block", "overlap"}
     _computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
 
+    @shorten_errors
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -9,6 +9,7 @@ A request for each key takes less time where keys are few. A page of a listing h
 from __future__ import annotations
 
 import logging
+import posixpath
 import re
 import sys
 import time
@@ -325,11 +326,14 @@ def _refuse(store: Store, missing: list[str], count: int) -> None:
     if len(missing) == count and has_listing(store):
         next(store.list(), None)  # a bucket or directory that does not exist is an error of its own
     first, root = missing[0], store.url.rstrip("/") + "/"
+    plain = posixpath.normpath(first.strip().replace("\\", "/")).lstrip("/")
     forgotten = [first + end for end in _FORGOTTEN if _head(store, first + end) is not None]
     if "://" in first and not first.startswith(root):
         why = f"they are relative to the url, and {first!r} is not below it"
     elif first.startswith(root):
         why = f"they are relative to the url: {first.removeprefix(root)!r} instead of {first!r}"
+    elif plain != first and _head(store, plain) is not None:
+        why = f"there is {plain!r}: write keys as the store has them, with '/' inside and none before them"
     elif forgotten:
         end = forgotten[0].removeprefix(first)
         why = (

@@ -37,6 +37,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 
 from fastload.errors import CacheError
 from fastload.metrics.machine import call_in_forks, memory_file
+from fastload.printable import user_level
 
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PART = ".part"
@@ -152,7 +153,7 @@ def may_keep(folder: Path) -> bool:
         warnings.warn(
             f"listings are not read or kept: {error.message}; remove it, or give the cache another path",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=user_level(),
         )
         return False
     except OSError:  # it does not exist yet, or the next read or write reports the error

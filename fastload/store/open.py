@@ -18,7 +18,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.checks import parse_size, whole_number
+from fastload.checks import parse_size, shorten_errors, whole_number
 from fastload.errors import ArgumentError
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
@@ -42,6 +42,7 @@ _PARAMETER = re.compile(r";[^/]*=")
 _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
+@shorten_errors
 def open_store(
     url: str | os.PathLike[str], *, budget: RequestBudget | None = None, **storage_options: Any
 ) -> Store:

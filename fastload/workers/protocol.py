@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.checks import raised_by_us
 from fastload.datasets.views import View, numbers_of
 from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
@@ -98,7 +99,7 @@ class Failure(NamedTuple):
 
     pickled: bytes  # (the exception or None, its type or None)
     name: str
-    text: str  # the worker's traceback
+    text: str  # the worker's traceback; "": it tells nothing that the message does not
     sample: str  # the sample or samples at fault, and why; or ""
 
     @classmethod
@@ -106,13 +107,16 @@ class Failure(NamedTuple):
         """Describe an exception that was just caught."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, FastloadError):  # it arrives with its notes, and its address is read once
-            text = text.replace(f"see {error.help}\n", "")
+            text = "" if raised_by_us(error) else text.replace(f"see {error.help}\n", "")
         sample = error.__dict__.pop("fastload_sample", "")
         pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
         return cls(pickled, type(error).__name__, text, sample)
 
     def reraise(self, where: str) -> NoReturn:
-        """Raise the exception in its own type, with the worker's traceback in its text or as its cause."""
+        """Raise the exception in its own type, with the worker's traceback in its text or as its cause.
+
+        An error of fastload's own code is raised without: its message names the stage and the sample.
+        """
         error: Any = None
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
@@ -121,6 +125,8 @@ class Failure(NamedTuple):
         with contextlib.suppress(Exception):
             error, kind = pickle.loads(self.pickled)
         try:
+            if isinstance(error, FastloadError) and not self.text:
+                raise error from None
             if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
                 raise error from RuntimeError(text)
             raise _rebuilt(error, kind, text)

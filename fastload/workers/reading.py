@@ -405,7 +405,11 @@ class ErrorPolicy:
             good = [row for row in range(len(indices)) if row not in failed]
             repeats = self.on_error == "repeat" or not self._indexed
             if attempt == REPLACEMENTS or (repeats and not good):
-                raise errors[0][1]
+                error = errors[0][1]
+                if isinstance(error, FastloadError):
+                    which = "all of its batch" if repeats else f"the {attempt} that it was to replace"
+                    error.message += f". on_error={self.on_error!r} ends here: {which} are bad too"
+                raise error
             for _, error in errors:
                 _drop_traceback(error)
             used = list(used)
