@@ -3,6 +3,7 @@
 # PYTHON=python3.12 chooses the interpreter of .venv.
 
 export PYTHON ?= python3
+unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, and each would compile what it imports
 bin := .venv/bin
 demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench

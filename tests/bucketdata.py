@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from tests.commands import command
 
 
 class Bucket:
@@ -32,7 +31,7 @@ class Bucket:
         return [*map(str, words), "--json", *(word for pair in pairs for word in ("--storage-option", pair))]
 
     def run(self, *words: object) -> tuple[int, dict[str, Any]]:
-        done = CliRunner().invoke(app, self.words("cache", *words))
+        done = command(*self.words("cache", *words))
         assert done.stdout, done.output
         return done.exit_code, json.loads(done.stdout.splitlines()[-1])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,11 +105,6 @@ def test_hanging_peer_is_killed_with_its_children(scripted: None, monkeypatch: p
     wait_until(lambda: not any(map(runs, family)), "all processes have ended")
 
 
-def test_peer_prepares_its_files(scripted: None) -> None:
-    with Peer("scripted", job(prepare=True)) as running:
-        assert running.said["bytes"] == 17
-
-
 def test_long_epoch_is_cut_at_the_end_of_a_round() -> None:
     def epoch() -> Iterator[int]:
         while True:
@@ -137,13 +131,6 @@ def test_prepared_files_are_whole_or_absent(tmp_path: Path) -> None:
     assert peer_side.made(str(target), writes_two_bytes) == 2
 
 
-def test_crop_of_peers_lies_within_the_image() -> None:
-    for width, height in ((500, 375), (10, 400), (1, 1)):
-        for _ in range(50):
-            left, top, right, bottom = peer_side.crop_box(width, height)
-            assert 0 <= left < right <= width and 0 <= top < bottom <= height
-
-
 # --- environments
 
 
@@ -158,17 +145,6 @@ def test_needs_are_read_from_the_first_lines_of_a_script(
     (tmp_path / "two.py").write_text("# a comment\n")
     with pytest.raises(ValueError, match="neither a step"):
         environment.needs("two")
-
-
-def test_changed_pin_needs_a_new_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
-    monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
-    (tmp_path / "one.py").write_text("# pip install a==1\n\n")
-    (tmp_path / "env-one").mkdir()
-    (tmp_path / "env-one" / "ready").write_text(environment.needs("one").text)
-    assert environment.is_installed("one")
-    (tmp_path / "one.py").write_text("# pip install a==2\n\n")
-    assert not environment.is_installed("one")
 
 
 def test_failed_installation_is_unavailable_with_its_reason(
@@ -323,10 +299,3 @@ def test_interrupted_comparison_resumes(tmp_path: Path, monkeypatch: pytest.Monk
     assert "machine" not in begin().parts
     again.finish()
     assert not (tmp_path / "unfinished.json").exists()
-
-
-def test_documents_are_made_of_plain_values(course: sections.Course) -> None:
-    turns = sections.take_turns(course, ways("a"), {"20 ms": Case({"limit": lambda: 1.0})})["20 ms"]
-    made = record.Record(record.QUICK, False, lambda *_: None)
-    json.dumps(made.rows("cold", "20 ms", turns))
-    assert [entry["versions"] for entry in made.contenders] == [{"torch": "1"}]

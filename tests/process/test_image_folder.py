@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Subset
 
 from bench.peers.scripts.torchvision_on_cpu import torchvision
-from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
+from fastload import CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.datasets.objects import ReadOnlyList
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
 from fastload.gpu.dali import why_no_dali
@@ -188,19 +188,6 @@ def test_a_listing_that_does_not_fit_the_classes_is_made_again(
     assert folder(classes=names, cache=cache).classes == names
 
 
-def test_a_listing_of_the_first_format_is_made_again(tree: Path, folder: Any, tmp_path: Path) -> None:
-    """It does not know of folders without images."""
-    folder(cache=Cache(tmp_path / "cache"))
-    (path,) = (tmp_path / "cache").rglob("*.manifest")
-    content = bytearray(path.read_bytes())
-    assert content[8:12] == b"\x02\0\0\0"
-    content[8] = 1
-    path.write_bytes(content)
-    (tree / "cat").mkdir()
-    with pytest.raises(NotFoundError, match="'cat'"):
-        folder(cache=Cache(tmp_path / "cache"))
-
-
 # --- target_transform
 
 
@@ -225,9 +212,12 @@ def mixed(label: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("transform", "workers"), [(CROP, 0), (CROP, 2), (plain, 0)], ids=["fused-0", "fused-2", "plain-0"]
+    ("target", "transform", "workers"),
+    [
+        *((made, CROP, 0) for made in (lambda k: k + 5, float, str, bool, np.float32, lambda k: (k,))),
+        *((pair, CROP, 2), (pair, plain, 0), (str, plain, 0)),
+    ],
 )
-@pytest.mark.parametrize("target", [lambda k: k + 5, float, str, pair, bool, np.float32, lambda k: (k,)])
 def test_target_transform_makes_the_targets_as_in_torchvision(
     target: Any, transform: Any, workers: int, tree: Path, folder: Any
 ) -> None:

@@ -105,33 +105,6 @@ def images(folders: dict[str, str], cache: Path) -> Mixture:
     return Mixture(sources, WEIGHTS)
 
 
-def test_images_through_a_cache_resume_with_other_workers_and_each_sample_comes_once_a_pass(
-    folders: dict[str, str], tmp_path: Path
-) -> None:
-    made: dict[int, list[torch.Tensor]] = {workers: [] for workers in (0, 2, 3)}
-
-    def run(workers: int, epochs: int, state: Any = None, stop: int | None = None) -> Any:
-        data = images(folders, tmp_path / str(workers))
-        one = DataLoader(data, batch_size=5, shuffle=True, seed=3, num_workers=workers)
-        if state is not None:
-            one.load_state_dict(state)
-        for _ in range(epochs):
-            for number, (pixels, _) in enumerate(one):
-                made[workers].append(pixels.clone())
-                if number == stop:
-                    return data, one.state_dict()
-        return data, one.state_dict()
-
-    whole, _ = run(0, 2)
-    _, state = run(2, 1, stop=3)
-    data, _ = run(3, 2, state)
-    torch.testing.assert_close(torch.cat(made[2] + made[3]), torch.cat(made[0]), rtol=0, atol=0)
-    assert data.ledger() == whole.ledger()
-    assert sum(one.samples for one in data.ledger().values()) == 70
-    crops = torch.cat(made[0])
-    assert len(crops.flatten(1).unique(dim=0)) == len(crops), "a repeated sample has the same crop"
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_of_three_epochs_come_once_a_pass_in_the_given_proportions(workers: int) -> None:
     data = mixture(num_samples=40)

@@ -25,7 +25,7 @@ from fastload import (
 )
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.wrappers import MapDataset, view_of
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import TOTAL, shards, write
 
@@ -174,29 +174,17 @@ def test_wrapper_gives_the_batches_of_torch_and_all_its_samples_are_read_ahead(
         assert counters["decode.samples"] >= len(dataset)
 
 
-def test_wrapper_in_workers_gives_the_batches_of_torch(opened: Any) -> None:
-    a, b = opened("a"), opened("b")
-    dataset: Any = StackDataset(
-        both=ConcatDataset([a, b]), again=fastload.map(ConcatDataset([b, Announcing(a)]), as_dict)
-    )
-    expected = told(list(torch.utils.data.DataLoader(dataset, 6)))
-    loader: Any = DataLoader(dataset, 6, num_workers=2)
-    assert told(list(loader)) == expected
-    assert loader.stats()["counters"]["get.ahead"] == 2 * len(dataset)
-
-
 @pytest.mark.parametrize("seed", [None, 5])
 def test_randomness_is_that_of_the_sample_and_its_part_for_any_workers(opened: Any, seed: int | None) -> None:
     crop = RandomResizedCrop(16)
     a, twin = opened("a", crop), opened("a", crop)
     dataset: Any = ConcatDataset([a, twin, fastload.map(a, tuple)])
     seen = []
-    for workers in (0, 1, 2):
+    for workers in (0, 2):
         torch.manual_seed(3)
         loader: Any = DataLoader(dataset, 7, num_workers=workers, seed=seed)
         seen.append([torch.cat([images for images, _ in loader]) for _ in range(2)])
-    for epochs in seen[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(epochs, seen[0], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
     first, second = seen[0]
     assert not torch.equal(first, second)
     parts = first.reshape(3, -1).tolist()
@@ -207,40 +195,6 @@ def test_two_views_of_one_sample_differ(opened: Any) -> None:
     a = opened("a", RandomResizedCrop(16))
     ((left, _), (right, _)) = next(iter(DataLoader(StackDataset(a, a), 12)))
     assert all(not torch.equal(one, other) for one, other in zip(left, right, strict=True))
-
-
-def test_function_of_map_draws_the_same_for_any_number_of_workers_and_batch_size(opened: Any) -> None:
-    dataset = fastload.map(ConcatDataset([opened("a"), opened("b")]), noisy)
-
-    def drawn(workers: int, batch_size: int) -> list[Any]:
-        batches = list(DataLoader(dataset, batch_size, num_workers=workers, seed=9))
-        return [told(torch.cat([batch[part] for batch in batches])) for part in (2, 3)]
-
-    first = drawn(0, 4)
-    assert len(set(first[0])) == len(set(first[1])) == 20
-    assert drawn(2, 3) == first
-
-
-@pytest.mark.parametrize("name", ["concat", "stack", "map of concat"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_bad_sample_inside_a_wrapper_is_named_and_settled(
-    tmp_path: Path, opened: Any, name: str, workers: int
-) -> None:
-    for part in "ab":
-        for k in range(8):
-            path = tmp_path / part / "c" / f"{k}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"no image" if (part, k) == ("b", 3) else pillow_jpeg(scene(40, 36, k)))
-    a, b = (ImageFolder(str(tmp_path / part), CenterCrop(16)) for part in "ab")
-    dataset = TREES[name][0](a, b)
-    with pytest.raises(DecodeError, match=r"c/3\.jpg"):
-        list(DataLoader(dataset, 4, num_workers=workers))
-    for on_error in ("repeat", "replace"):
-        loader: Any = DataLoader(dataset, 4, num_workers=workers, on_error=on_error, seed=1)
-        assert sum(1 for _ in loader) == len(dataset) / 4
-        assert [key for key, _ in loader.stats()["bad"]] == ["c/3.jpg"]
-    a.close()
-    b.close()
 
 
 def fails(sample: Any) -> Any:

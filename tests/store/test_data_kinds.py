@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cli.app import app
 from fastload.cli.data_source import KINDS, find_kind
+from tests.commands import answer
 from tests.kinds import COUNT, copy_format, photo, write_beton, write_parquet, write_table, write_tar
 
 TOKENS = ["--from", "tokens", "--dtype", "uint16", "--block", "100"]
@@ -48,12 +45,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(*arguments: object, code: int = 0) -> Any:
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def options_of(root: Path, options: list[str]) -> list[str]:
     return [option.format(root=root) for option in options]
 
@@ -66,10 +57,10 @@ def test_kind_is_found_warmed_and_measured(
         assert find_kind(str(root / place), {}) == kind
     arguments = [root / place, "--cache", tmp_path / "cache", "--mode", "raw", *options_of(root, options)]
     for stored, skipped in ((COUNT, 0), (0, COUNT)):
-        document = run("warm", *arguments, "--num-workers", 0)
+        document = answer("warm", *arguments, "--num-workers", 0)
         assert (document["settings"]["kind"], document["objects"]) == (kind, COUNT)
         assert (document["stored"], document["skipped"], document["left"]) == (stored, skipped, 0)
-    measured = run("bench", *arguments, "--num-workers", 0, "--batch-size", 8, "--size", 16, "--epochs", 1)
+    measured = answer("bench", *arguments, "--num-workers", 0, "--batch-size", 8, "--size", 16, "--epochs", 1)
     assert (measured["settings"]["kind"], measured["settings"]["images"]) == (kind, COUNT)
     assert measured["epochs"][0]["counters"]["cache.hits"] >= COUNT
 
@@ -77,7 +68,7 @@ def test_kind_is_found_warmed_and_measured(
 @pytest.mark.parametrize(("kind", "place", "options"), CASES[:-1], ids=[case[0] for case in CASES[:-1]])
 def test_plan_predicts_every_kind_of_images(kind: str, place: str, options: list[str], root: Path) -> None:
     demand = ["--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 1000, "--objects", 16]
-    document = run("plan", root / place, *demand, *options_of(root, options))
+    document = answer("plan", root / place, *demand, *options_of(root, options))
     assert document["settings"]["kind"] == kind
     assert COUNT / 2 <= document["measured"]["objects"] <= COUNT * 2
     assert {"auto", "raw", "shrunk", "decoded"} <= document["modes"].keys()
@@ -108,12 +99,12 @@ def test_options_that_do_not_fit_are_refused(
     arguments: list[str], says: str, root: Path, tmp_path: Path
 ) -> None:
     cache = ["--cache", str(tmp_path / "cache")] if arguments[0] == "warm" else []
-    assert says in run(*options_of(root, arguments), *cache, code=2)["error"]["message"]
+    assert says in answer(*options_of(root, arguments), *cache, code=2)["error"]["message"]
 
 
 def test_table_of_rows_reads_the_files_that_it_names(root: Path, tmp_path: Path) -> None:
     files = ["--files", root]
-    run("warm", root / "table.csv", *TABLE, *files, "--cache", tmp_path / "cache", "--num-workers", 0)
+    answer("warm", root / "table.csv", *TABLE, *files, "--cache", tmp_path / "cache", "--num-workers", 0)
     dataset = fastload.TableDataset(
         root / "table.csv",
         (fastload.File("image"), "label"),

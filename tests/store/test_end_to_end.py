@@ -21,7 +21,7 @@ import torch
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import serve_s3
-from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
+from fastload.errors import ArgumentError, CacheError, FastloadError, NotFoundError
 from tests.loaderdata import Stream
 from tests.patience import PATIENCE
 
@@ -86,32 +86,6 @@ def test_every_object_once_and_bit_identical(
     assert report.ok and report.entries == IMAGES
 
 
-def test_images_and_labels(bucket: Bucket) -> None:
-    dataset = ImageFolder(bucket.url, RandomResizedCrop(64), storage_options=bucket.options)
-    assert dataset.classes == [f"class_{i:02d}" for i in range(5)]
-    expected = sorted((p.parent.name, p.name) for p in bucket.root.rglob("*.jpg"))
-    assert [dataset.key(i) for i in range(len(dataset))] == ["/".join(pair) for pair in expected]
-    first: list[torch.Tensor] = []
-    for num_workers in (2, 0):
-        loader = DataLoader(dataset, 16, num_workers=num_workers, seed=3)
-        images, labels = [torch.cat(parts) for parts in zip(*loader, strict=True)]
-        assert images.shape == (IMAGES, 3, 64, 64) and images.dtype == torch.uint8
-        assert labels.tolist() == dataset.targets
-        first.append(images)
-    assert torch.equal(*first), "randomness depends on the number of workers"
-    assert not torch.equal(first[0][:16], next(iter(loader))[0]), "an epoch repeats the crops of the last"
-    dataset.close()
-
-
-def test_subset_is_read_ahead_too(bucket: Bucket) -> None:
-    dataset = ImageFolder(bucket.url, RandomResizedCrop(32), storage_options=bucket.options)
-    part = torch.utils.data.Subset(dataset, list(range(10, 30)))
-    images, labels = next(iter(DataLoader(part, 20, num_workers=1, seed=1)))
-    whole, _ = next(iter(DataLoader(dataset, 30, num_workers=1, seed=1)))
-    assert torch.equal(images, whole[10:30])
-    assert labels.tolist() == dataset.targets[10:30]
-
-
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.stress, id="guard_removed")])
 def test_indices_that_are_tensors_are_read_ahead_too(
     bucket: Bucket, guarded: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,50 +102,7 @@ def test_indices_that_are_tensors_are_read_ahead_too(
     dataset.close()
 
 
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
-def test_cache_modes_give_one_distribution(bucket: Bucket, tmp_path: Path, mode: Any) -> None:
-    """The first epoch's samples come from the same pixels as later ones."""
-    cache = Cache(tmp_path / "cache", mode, short_side=128)
-    dataset = ImageFolder(bucket.url, RandomResizedCrop(64), cache=cache, storage_options=bucket.options)
-    epochs = []
-    for _ in range(2):
-        loader = DataLoader(dataset, 16, num_workers=2, seed=5)
-        epochs.append(torch.cat([images for images, _ in loader]))
-    assert torch.equal(*epochs)
-    assert loader.stats()["counters"].get("get.requests", 0) == 0
-
-
 # --- bad input
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
-def test_a_bad_image(bucket: Bucket, tmp_path: Path, damage: str, num_workers: int) -> None:
-    for path in sorted(bucket.root.rglob("*.jpg"))[:40]:
-        copy = tmp_path / "data" / path.relative_to(bucket.root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(path.read_bytes())
-    victim = sorted((tmp_path / "data").rglob("*.jpg"))[10]
-    good = victim.read_bytes()
-    victim.write_bytes(
-        {"truncated": good[: len(good) // 2], "garbage": b"<html>" * 999, "empty": b""}[damage]
-    )
-    dataset = ImageFolder(str(tmp_path / "data"), RandomResizedCrop(32))
-    key = str(victim.relative_to(tmp_path / "data"))
-
-    with pytest.raises(DecodeError, match=key):
-        list(DataLoader(dataset, 8, num_workers=num_workers))
-    for policy in ("repeat", "replace"):
-        runs = []
-        for _ in range(2):
-            loader = DataLoader(dataset, 8, num_workers=num_workers, on_error=policy, seed=1)
-            batches = list(loader)
-            assert [len(images) for images, _ in batches] == [8] * 5
-            assert loader.stats()["counters"]["bad.samples"] == 1
-            assert [name for name, _ in loader.stats()["bad"]] == [key]
-            runs.append(torch.cat([images for images, _ in batches]))
-        assert torch.equal(*runs), f"on_error={policy!r} is not deterministic"
-    dataset.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -14,13 +14,12 @@ import fsspec
 import pytest
 from fsspec.implementations.cached import CachingFileSystem
 from PIL import Image
-from typer.testing import CliRunner
 
 from fastload import DataLoader, File, ImageFolder, RandomResizedCrop, TableDataset, TarDataset, open_store
-from fastload.cli.app import app
 from fastload.errors import ArgumentError, FastloadError
 from fastload.store import options as storage_options
 from fastload.trace.recipe import restore
+from tests.commands import command
 from tests.faultserver import FaultServer
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
@@ -208,7 +207,7 @@ def test_replay_of_a_hostile_state_writes_no_file(state: dict[str, Any], tmp_pat
     for protocol in ("filecache", "simplecache", "blockcache"):
         hostile = changed(state, url=f"{protocol}://{root}", options=options)
         (tmp_path / "state.json").write_text(json.dumps(hostile))
-        result = CliRunner().invoke(app, ["replay", str(tmp_path / "state.json"), "--step", "0"])
+        result = command("replay", tmp_path / "state.json", "--step", 0)
         assert result.exit_code == 2 and "--data URL" in result.stderr
         assert not (tmp_path / "home").exists()
 

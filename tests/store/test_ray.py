@@ -21,14 +21,13 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache, ImageFolder
 from fastload.cli import cluster, warming
-from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import serve_s3
+from tests.commands import command
 from tests.patience import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
@@ -64,7 +63,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: object) -> tuple[int, dict[str, Any]]:
     """(exit code, JSON document)"""
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    done = command(*arguments, "--json")
     assert done.stdout, (done.output, done.exception)
     return done.exit_code, json.loads(done.stdout.splitlines()[-1])
 

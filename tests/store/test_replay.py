@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Subset
-from typer.testing import CliRunner
 
 from fastload import (
     ByEpoch,
@@ -28,9 +27,9 @@ from fastload import (
     RandomResizedCrop,
     TableDataset,
 )
-from fastload.cli.app import app
 from fastload.errors import ArgumentError
 from fastload.trace.recipe import restore
+from tests.commands import answer, command
 from tests.faultserver import FaultServer
 from tests.pins.cases import KINDS
 from tests.pins.objects import ROOT, write_objects
@@ -63,20 +62,8 @@ def saved(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "run.pt"
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
-
-
-def answer(*arguments: object) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert isinstance(document, dict)
-    return document
-
-
 def refusal(*arguments: object) -> str:
-    result = run(*arguments)
+    result = command("replay", *arguments)
     assert result.exit_code == 2, result.output
     return str(result.stderr)
 
@@ -100,7 +87,7 @@ def test_rows_and_tensors_of_a_step_equal_what_the_run_handed_out(folder: Path, 
     assert json.loads(state.read_text()) == loader.state_dict(), "no tuples, no keys that are not texts"
     for epoch, step in ((0, 5), (1, 0)):
         tensors = tmp_path / "batch.pt"
-        document = answer(state, "--step", step, "--epoch", epoch, "--tensors", tensors)
+        document = answer("replay", state, "--step", step, "--epoch", epoch, "--tensors", tensors)
         assert document["samples"] == as_json(loader.samples_at(step, epoch))
         assert (document["missing"], document["notes"]) == (None, [])
         content = torch.load(tensors, weights_only=True)
@@ -119,7 +106,7 @@ def test_objects_with_other_transforms_are_made_again(folder: Path, tmp_path: Pa
     list(loader)
     batch = next(iter(loader))
     state = write(tmp_path / "state.json", loader.state_dict())
-    answer(state, "--step", 0, "--tensors", tmp_path / "batch.pt")
+    answer("replay", state, "--step", 0, "--tensors", tmp_path / "batch.pt")
     assert torch.equal(torch.load(tmp_path / "batch.pt")["batches"][0], batch)
 
 
@@ -131,17 +118,17 @@ def test_ranks_of_a_step_are_those_of_the_run(folder: Path, tmp_path: Path, kind
     state = write(tmp_path / "state.json", loaders[1].state_dict())
     assert "give --rank 0 to 2, or --rank all" in refusal(state, "--step", 1, "--epoch", 0)
     assert "below the 3 ranks" in refusal(state, "--step", 1, "--epoch", 0, "--rank", 3)
-    document = answer(state, "--step", 1, "--epoch", 0, "--rank", "all")
+    document = answer("replay", state, "--step", 1, "--epoch", 0, "--rank", "all")
     found = [[one["label"] for one in document["samples"] if one["rank"] == rank] for rank in range(3)]
     assert found == [of_rank[1] for of_rank in labels]
-    document = answer(state, "--step", 0, "--epoch", 0, "--rank", 1, "--world-size", 2)
+    document = answer("replay", state, "--step", 0, "--epoch", 0, "--rank", 1, "--world-size", 2)
     expected = DataLoader(dataset, BATCH, sampler=kind(dataset, 2, 1), seed=1).samples_at(0, 0)
     assert document["samples"] == as_json(expected, rank=1)
 
 
 def test_sheets_show_each_image_before_batch_transform(saved: Path, tmp_path: Path) -> None:
     html, png = tmp_path / "step.html", tmp_path / "step.png"
-    document = answer(saved, "--step", 2, "--html", html, "--png", png)
+    document = answer("replay", saved, "--step", 2, "--html", html, "--png", png)
     text = html.read_text()
     assert text.count("<img ") == BATCH and "&lt;" in text and 'src="data:image/png' in text
     assert not re.search(r"<\d\d>|https?://", text)  # nothing unescaped, nothing to be fetched
@@ -166,7 +153,7 @@ def test_run_on_s3_is_replayed_with_its_endpoint_and_without_its_secrets(
         assert "fault-access-key" not in text and "fault-secret-key" not in text
         state = write(tmp_path / "state.json", json.loads(text))
         assert repr(server.endpoint_url) in refusal(state, "--step", 3, "--anon")
-        document = answer(state, "--step", 3, "--anon", "--endpoint-url", server.endpoint_url)
+        document = answer("replay", state, "--step", 3, "--anon", "--endpoint-url", server.endpoint_url)
         assert document["missing"] is None
         assert document["samples"] == as_json(loader.samples_at(3))
         dataset.close()
@@ -180,7 +167,7 @@ def test_data_that_moved_is_found_by_data(folder: Path, tmp_path: Path) -> None:
     samples = as_json(loader.samples_at(0))
     state = write(tmp_path / "state.json", loader.state_dict())
     moved.unlink()
-    document = answer(state, "--step", 0)
+    document = answer("replay", state, "--step", 0)
     assert [one["index"] for one in document["samples"]] == [0, 1, 2, 3]
     assert document["samples"][0]["key"] is None
     assert "does not exist" in document["missing"]
@@ -188,7 +175,7 @@ def test_data_that_moved_is_found_by_data(folder: Path, tmp_path: Path) -> None:
         state, "--step", 0, "--png", tmp_path / "x.png"
     )
     assert not (tmp_path / "x.png").exists()
-    document = answer(state, "--step", 0, "--data", folder)
+    document = answer("replay", state, "--step", 0, "--data", folder)
     assert document["missing"] is None and document["samples"] == samples
 
 
@@ -201,7 +188,7 @@ def test_data_that_is_another_is_not_taken_for_the_runs(folder: Path, saved: Pat
             path = tmp_path / name / ("cat", "dog")[number % 2] / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        document = answer(saved, "--step", 0, "--data", tmp_path / name)
+        document = answer("replay", saved, "--step", 0, "--data", tmp_path / name)
         assert why in document["missing"]
         assert {one["key"] for one in document["samples"]} == {None}
 
@@ -229,10 +216,12 @@ def test_loader_of_the_user_is_run_where_the_state_does_not_tell(folder: Path, t
     loader = DataLoader(dataset, 4, shuffle=True, seed=3, collate_fn=list)
     next(iter(loader))
     state = write(tmp_path / "state.json", loader.state_dict())
-    document = answer(state, "--step", 1)
+    document = answer("replay", state, "--step", 1)
     assert "its dataset is a Subset: pass --loader" in document["missing"]
     assert [one["index"] for one in document["samples"]] == [one.index for one in loader.samples_at(1)]
-    document = answer(state, "--step", 1, "--loader", f"{train}:make_loader", "--tensors", tmp_path / "b.pt")
+    document = answer(
+        "replay", state, "--step", 1, "--loader", f"{train}:make_loader", "--tensors", tmp_path / "b.pt"
+    )
     assert document["samples"] == as_json(loader.samples_at(1))
     (content,) = torch.load(tmp_path / "b.pt", weights_only=True)["batches"]
     for (image, label), (known, known_label) in zip(content, loader.batch_at(1), strict=True):
@@ -289,7 +278,7 @@ def test_table_of_a_batch_without_images_is_shown_and_the_sheet_refused(tmp_path
     loader = DataLoader(ObjectDataset(str(tmp_path / "data")), 2)
     next(iter(loader))
     state = write(tmp_path / "state.json", loader.state_dict())
-    result = run(state, "--step", 1, "--tensors", tmp_path / "batch.pt")
+    result = command("replay", state, "--step", 1, "--tensors", tmp_path / "batch.pt")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert lines == [
         ["epoch", "0,", "step", "1"],
@@ -328,7 +317,7 @@ def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path
         assert "neither JSON nor a whole file of torch.save" in refusal(tmp_path / name, "--step", 0)
     assert "No such file" in refusal(tmp_path / "absent", "--step", 0)
     torch.save([state, {"b": state}], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert answer(tmp_path / "old.pt", "--step", 0, "--at", "1.b")["epoch"] == 1
+    assert answer("replay", tmp_path / "old.pt", "--step", 0, "--at", "1.b")["epoch"] == 1
 
 
 def test_state_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
@@ -432,10 +421,10 @@ def test_any_part_of_a_state_may_be_hostile_and_commands_answer_in_words(
             part = part[one]
         part[key] = value
         write(wrong, hostile)
-        command = ["replay", wrong, "--step", 0, "--rank", "all"]
+        words = ["replay", wrong, "--step", 0, "--rank", "all"]
         if "digest" in (*way, key):
-            command = ["prove", wrong, right]
-        result = CliRunner().invoke(app, [str(one) for one in command])
+            words = ["prove", wrong, right]
+        result = command(*words)
         assert isinstance(result.exception, SystemExit | None), (*way, key, value, result.exception)
 
 
@@ -464,7 +453,7 @@ def test_false_numbers_of_a_state_take_no_memory(
         for order in state["history"]:
             order["replicas"] = entries["world"]
         arguments += ["--rank", "all"]
-    result = run(write(tmp_path / "state.json", state), *arguments)
+    result = command("replay", write(tmp_path / "state.json", state), *arguments)
     assert isinstance(result.exception, SystemExit | None) and why in result.stderr, result.output
 
 
@@ -480,5 +469,5 @@ def test_checkpoint_in_itself_or_of_many_levels_is_answered_in_words(saved: Path
         ("deep.json", "neither JSON nor a whole file"),
     ):
         assert why in refusal(tmp_path / name, "--step", 0)
-        result = CliRunner().invoke(app, ["prove", str(tmp_path / name), str(saved)])
+        result = command("prove", tmp_path / name, saved)
         assert result.exit_code == 2 and isinstance(result.exception, SystemExit)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Subset
 
-import fastload
 from fastload import Cache
 from fastload.errors import (
     ArgumentError,
@@ -44,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("close_all")
 # --- The cache, and numbers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "decoded"])
 def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
     """The same pixels as the streams gave, no request for data, in this process and in a new one."""
     with FaultServer(shards(kind)) as server:
@@ -108,20 +106,6 @@ def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: st
         assert all(server.count(key) for key in sorted(server.objects)[3:])
         again._flush_cache()
         assert not again._streams().must_stream()
-
-
-@pytest.mark.parametrize("end", [".gz", ".zlib"])
-def test_compressed_shards_are_random_from_the_cache(kind: str, end: str, tmp_path: Path) -> None:
-    url = write(tmp_path / "shards", shards(kind, end=end))
-    options = {"cache": str(tmp_path / "cache"), "transform": CROP}
-    data = closing(dataset(kind, f"{url}/*{end}", **options))
-    read(data)
-    data._flush_cache()
-    assert not data._streams().must_stream()
-    assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
-    data.close()
-    data.cache.clear()  # the index too, which stays in memory
-    assert int(data[TOTAL - 1][LABEL[kind]]) == TOTAL - 1  # the shard is read again for one record
 
 
 def test_indexes_of_other_ranks_are_taken_over_and_kept(kind: str, tmp_path: Path) -> None:
@@ -197,30 +181,6 @@ def test_index_files_elsewhere_or_of_other_shards(kind: str, tmp_path: Path) -> 
         dataset(kind, url, index=True, transform=CROP)
     with pytest.raises(ArgumentError, match="holds no index file"):
         dataset(kind, url, index=write(tmp_path / "c", {"x.idx": b""}), transform=CROP)
-
-
-@pytest.mark.parametrize(("kind", "workers"), [("tar", 0), ("tfrecord", 2)])
-def test_through_the_loader_with_an_index(kind: str, workers: int, tmp_path: Path) -> None:
-    """Torch's samplers, Subset and batches, as for any map-style dataset; also without a fused transform."""
-    url = write(tmp_path / "shards", shards(kind, index=True))
-    data = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
-    loader = fastload.DataLoader(Subset(data, range(10, 60)), 8, shuffle=True, num_workers=workers)
-    for _ in range(2):
-        found = list(loader)
-        assert sorted(torch.cat([batch[LABEL[kind]] for batch in found]).tolist()) == list(range(10, 60))
-        assert found[0][IMAGE[kind]].shape == (8, 3, 24, 24)
-    plain = closing(dataset(kind, url, transform=just_label if kind == "tar" else just_label_of_features))
-    loader = fastload.DataLoader(Subset(plain, range(10, 60)), 8, num_workers=workers)
-    assert torch.cat(list(loader)).tolist() == list(range(10, 60))
-
-
-def just_label(sample: dict[str, Any]) -> int:
-    assert sample["jpg"].size[0] >= 40
-    return int(sample["cls"])
-
-
-def just_label_of_features(sample: dict[str, Any]) -> int:
-    return int(sample["label"])
 
 
 # --- Guards have twins -------------------------------------------------------------------------------------

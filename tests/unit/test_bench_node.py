@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,31 +127,11 @@ def test_check_predicts_the_measured_machine() -> None:
     }
 
 
-def test_slow_processor_is_the_limit() -> None:
-    slow = copy.deepcopy(DOCUMENT)
-    for one in slow["rows"]:
-        one["cpu_seconds_per_1000"] = [10 * value for value in one["cpu_seconds_per_1000"]]
-    later = pick(node.predictions(node.fit(slow)), 1, "raw", "later")
-    assert (later["rate"], later["limit"]) == (6400, "workers")
-
-
 def test_document_without_our_rows_has_no_prediction() -> None:
     lacking = DOCUMENT | {"rows": [row for row in DOCUMENT["rows"] if row["case"] != "shrunk"]}
     assert node.predict(lacking) is None
     with pytest.raises(LookupError, match="no row of 'fastload' in section 'later', case 'shrunk'"):
         node.fit(lacking)
-
-
-def test_node_prints_its_assumptions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = tmp_path / "compare.json"
-    result.write_text(json.dumps(DOCUMENT))
-    monkeypatch.setattr(sys, "argv", ["node", str(result)])
-    node.main()
-    printed = capsys.readouterr().out
-    assert "assumed: an H100 takes 1,785.7 images/s" in printed
-    assert "later raw: 2,000 images/s predicted, 1,900 measured (+5.3 %)" in printed
 
 
 def test_listing_is_ordered_and_its_pages_join() -> None:
@@ -170,10 +148,3 @@ def test_listing_is_ordered_and_its_pages_join() -> None:
         page = list_page(keys, prefix="class_0", start=start, most=77)
         seen, start = seen + page.objects, page.next
     assert seen == list(range(500)), "class_000 to class_099, 5 in each"
-
-
-def test_listing_with_a_delimiter_has_one_prefix_per_class() -> None:
-    page = list_page(Keys(5000), delimiter="/", most=400)
-    assert (page.objects, page.prefixes[:2], page.next) == ([], ["class_000/", "class_001/"], 2000)
-    inside = list_page(Keys(5000), prefix="class_007/", delimiter="/")
-    assert (inside.objects, inside.prefixes, inside.next) == ([35, 36, 37, 38, 39], [], None)

@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fastload
 from fastload.cli import warming
-from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
 from fastload.cli.command_options import CacheOptions
 from fastload.cli.data_source import SourceOptions
 from fastload.cli.warm_report import Target
 from fastload.errors import ArgumentError
+from tests.commands import command
 
 
 def refused(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    done = command(*arguments, "--json")
     assert done.exit_code == 2, done.output
     return str(json.loads(done.stdout.splitlines()[-1])["error"]["message"])
 
@@ -120,7 +119,7 @@ def test_objects_that_change_between_slices_are_named(
 
     monkeypatch.setattr(warming, "Cluster", Changing)
     words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--from", "objects", "--num-workers", "0"]
-    done = CliRunner().invoke(app, list(map(str, words)))
+    done = command(*words)
     assert done.exit_code == 1 and "was listed again while slices of it were warmed" in done.stderr
 
 
@@ -141,5 +140,5 @@ def test_cluster_whose_nodes_all_die_at_first_is_named(
             return ((next(lane), Lost("it was stopped")) for lane in lanes)
 
     monkeypatch.setattr(warming, "Cluster", Dying)
-    done = CliRunner().invoke(app, ["warm", str(tmp_path), "--cache", str(tmp_path / "ssd"), "--ray"])
+    done = command("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray")
     assert done.exit_code == 1 and "all nodes are gone, as node 10.0.0.1 (it was stopped)" in done.stderr

@@ -323,7 +323,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(write(tmp_path_factory.mktemp("photos"), files))
 
 
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "shrunk", "decoded"])
 @pytest.mark.parametrize("compose", [FULLY[1], PARTLY[4]])
 def test_every_cache_mode_serves_it(folder: Path, tmp_path: Path, mode: str, compose: Any) -> None:
     fused = fuse(compose)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cli.app import app
 from fastload.shards import filling
 from fastload.shards.catalog import index_name
+from tests.commands import answer, command
 from tests.sharddata import COUNTS, CROP, TOTAL, at_random, closing, dataset, jpeg, read, shard, shards, write
 from tests.sharddata import close_all as close_all
 from tests.sharddata import kind as kind
@@ -23,12 +22,7 @@ from tests.sharddata import kind as kind
 pytestmark = pytest.mark.usefixtures("close_all")
 
 
-def run(*arguments: object, code: int = 0) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["index", *map(str, arguments), "--json"])
-    assert result.exit_code == code, (result.output, result.exception)
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert isinstance(document, dict)
-    return document
+run = partial(answer, "index")
 
 
 def names(folder: Path) -> list[str]:
@@ -91,9 +85,7 @@ def test_compressed_shards_get_no_index_file_and_the_way_is_said(kind: str, tmp_
     document = run(tmp_path)
     assert (document["compressed"], document["indexed"]) == (1, 1)
     assert names(tmp_path) == ["a.tar.gz", "b.idx", "b.tar"]
-    assert "--cache DIR indexes them" in CliRunner().invoke(app, ["index", str(tmp_path)]).stdout.replace(
-        "\n", " "
-    )
+    assert "--cache DIR indexes them" in command("index", tmp_path).stdout.replace("\n", " ")
 
 
 def test_tar_of_other_tools_with_directories_long_and_spaced_names_is_indexed(tmp_path: Path) -> None:

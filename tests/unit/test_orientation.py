@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def shape_of(image: Image.Image) -> tuple[int, int]:
     return (1, round(height / width)) if height > width else (round(width / height), 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("mode", "orientation"),
+    [*product(("dct", "decoded"), range(1, 9)), *product(("auto", "raw", "shrunk"), (1, 6))],
+)
 def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
     tmp_path: Path, mode: str, orientation: int
 ) -> None:
@@ -77,7 +80,7 @@ def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
 
 
 @pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk"])
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("orientation", [3, 6])
 def test_a_transform_that_turns_files_gets_them_alike_in_every_mode(
     tmp_path: Path, mode: str, orientation: int
 ) -> None:

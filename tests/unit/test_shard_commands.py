@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache
 from fastload.cli import warming
-from fastload.cli.app import app
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Streaming, predict
 from fastload.formats.tar import TarWriter
+from tests.commands import answer
 from tests.sharddata import (
     COUNTS,
     CROP,
@@ -42,12 +40,7 @@ SPEC = '{"image": "image:bytes", "label": "label:int", "name": "name:str"}'
 
 
 def run(command: str, *arguments: object, code: int = 0, workers: int = 0) -> dict[str, Any]:
-    words = [command, *map(str, arguments), "--num-workers", str(workers), "--json"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == code, (result.output, result.exception)
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert isinstance(document, dict)
-    return document
+    return answer(command, *arguments, "--num-workers", workers, code=code)
 
 
 def counts(document: dict[str, Any]) -> list[Any]:
