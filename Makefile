@@ -9,7 +9,7 @@ demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench
 dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench check test lint docs stress fuzz gpu-check wheel clean
+.PHONY: demo train-demo bench check test lint docs stress soak fuzz gpu-check wheel clean
 
 demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -29,6 +29,9 @@ test: $(dev_set)  ## all tests except the long forms and the guard-removed tests
 stress: $(dev_set)  ## the long forms, and the tests that remove a guard and show the harm
 	$(bin)/python -m pytest -m stress $(ARGS)
 	$(bin)/python -m tests.oracle --jobs 200000 --seed 1
+
+soak: $(dev_set)  ## an hour of random epochs under faults and kills; ARGS="--minutes 10 --folder soak": in parts
+	$(bin)/python -m tests.soak $(ARGS)
 
 lint: $(dev_set)  ## style and types
 	$(bin)/ruff check .

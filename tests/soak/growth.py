@@ -1,0 +1,63 @@
+"""What has grown over the hours, by the log of the resident trainer; and the chart of it."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.show.charts import Colours, Specification, write_both
+
+# How much more the last third may hold than the second one: the first third fills allocators and caches.
+ALLOWED = {"memory": 15.0, "descriptors": 2, "threads": 1, "processes": 1, "shared": 2, "files": 4}
+WARM_UP = 0.15  # hours; a soak that lasted less than four times this long tells nothing
+
+Lines = list[dict[str, Any]]
+
+
+def growth(lines: Lines) -> dict[str, float]:
+    """Name -> median of the last third less that of the second one; empty where the soak was too short."""
+    hours = lines[-1]["hours"] if lines else 0.0
+    if hours < 4 * WARM_UP:
+        return {}
+    thirds: list[Lines] = [[], [], []]
+    for line in lines:
+        thirds[min(int(3 * line["hours"] / hours), 2)].append(line)
+    return {name: median(thirds[2], name) - median(thirds[1], name) for name in ALLOWED}
+
+
+def grown(lines: Lines) -> list[str]:
+    """What has grown by more than is allowed, in words."""
+    return [
+        f"{name} grew by {value:.1f} (allowed: {ALLOWED[name]})"
+        for name, value in growth(lines).items()
+        if value > ALLOWED[name]
+    ]
+
+
+def median(lines: Lines, name: str) -> float:
+    return statistics.median(line[name] for line in lines)
+
+
+def draw(lines: Lines, path: Path) -> list[Path]:
+    """Write the chart of memory and rate over time, for light and for dark pages."""
+
+    def panel(name: str, title: str, colours: Colours) -> Specification:
+        points = [{"hours": line["hours"], "value": line[name]} for line in lines]
+        axis = {"type": "quantitative"}
+        return {
+            "width": 620,
+            "height": 150,
+            "data": {"values": points},
+            "mark": {"type": "point", "filled": True, "size": 12, "color": colours.ours},
+            "encoding": {
+                "x": {"field": "hours", "title": "hours", **axis},
+                "y": {"field": "value", "title": title, **axis, "scale": {"zero": True}},
+            },
+        }
+
+    def specification(colours: Colours) -> Specification:
+        panels = {"memory": "memory, MB (PSS)", "descriptors": "open files", "rate": "images/s"}
+        return {"vconcat": [panel(name, title, colours) for name, title in panels.items()]}
+
+    return write_both(specification, path)
