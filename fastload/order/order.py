@@ -1,6 +1,6 @@
 """The order of an epoch: what it is made from, as a few numbers, and how it is recreated from them.
 
-An order is never kept. To resume is to make it again from where it stood, `samples_at` makes it with copies
+An order is never kept. To resume is to recreate it from where it stood, `samples_at` makes it with copies
 of the samplers, the history of a run is a list of orders, and a replay makes one from a state.
 """
 

@@ -115,7 +115,7 @@ class ParquetDataset(ShardDataset):
     groups in random order, several open at once, and their rows shuffled in blocks. Once the cache has all
     rows, samples are read at random from it, with an exact shuffle. Without a cache every epoch is streamed.
     Streamed with `shuffle=False`, each worker reads its part of the rows in the order of the files, and the
-    batches of the workers take turns: with one worker, or none, that is the order of the files.
+    batches of the workers alternate: with one worker, or none, that is the order of the files.
 
     The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
     worker opens as many as a quarter of 256 MiB holds, and one at least. For each, another one is read ahead,

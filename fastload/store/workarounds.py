@@ -142,7 +142,7 @@ def _refused(key: str) -> StoreError:
     )
 
 
-_OPEN = 64  # answers that are kept open: as many shards may be read by turns
+_OPEN = 64  # answers that are kept open: as many shards may be read alternately
 _KEPT_BYTES = 64 << 20  # of all objects, passed over: several threads read one, not quite in order
 _OVERLAP = 64 << 10  # of a range, which the next one may want too
 
