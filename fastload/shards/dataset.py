@@ -319,7 +319,7 @@ class ShardDataset(StoreDataset):
         key, size, version, _ = self._shards[shard]
         return repr((self._shards.store.identity, key, size, version, self._numbering()))
 
-    def _cache_key_at(self, shard: int, offset: int) -> bytes:
+    def _cache_key_at(self, shard: int, offset: int | str) -> bytes:
         assert self.cache is not None
         beginnings = self._here.get().key_beginnings
         beginning = beginnings.get(shard)
