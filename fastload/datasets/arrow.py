@@ -19,6 +19,7 @@ of a node.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
@@ -34,6 +35,8 @@ from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.store.node import SharedFile
+from fastload.images.rng import mix_all
+from fastload.store.process import SharedFile
 
 try:
     import pyarrow as pa
@@ -287,6 +290,19 @@ class TableColumns:
                 found[at] = xxhash.xxh3_64_intdigest(dump(self.row(int(rows[at]))))
             self._identities[rows] = found
         return found
+
+    def places(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return a number for the place of each of these rows in a table of this content."""
+        return mix_all(rows.view(np.uint64) + self._digest)
+
+    @functools.cached_property
+    def _digest(self) -> np.uint64:
+        return np.uint64(xxhash.xxh3_64_intdigest(self._file.map))
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """The columns, as `pyarrow.Array`s."""
+        return self._columns
 
     def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
         """Return an empty column of a batch of `n` rows: a tensor for numbers, else a list."""

@@ -11,6 +11,7 @@ Lists have numbers, or lists of fixed size of numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.datasets.arrow import check_type, decoded, is_list, is_number, is_text_or_bytes, offset_list
-from fastload.datasets.columns import Array, Chunk, Fault, Form
+from fastload.datasets.columns import Array, Chunk, Fault, Form, Forms, Rows
 from fastload.errors import ArgumentError, DecodeError
 
 _MOST = np.iinfo(np.int64).max
@@ -117,7 +118,7 @@ def _stacked(column: Any, form: Form) -> tuple[Array, list[NDArray[np.bool_]], l
     return values, [rows for rows, _ in reasons if rows is not None], [w for r, w in reasons if r is not None]
 
 
-def _jagged(column: Any) -> tuple[Array, NDArray[np.int64], list[NDArray[np.bool_]], list[str]]:
+def _jagged(column: Any) -> tuple[Array, Rows, list[NDArray[np.bool_]], list[str]]:
     column = offset_list(column)
     offsets = column.offsets.to_numpy().astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
@@ -198,3 +199,37 @@ def _fixed(kind: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 def _torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+class OneChunk:
+    """Columns in memory: all rows are one chunk. See `ColumnSource`.
+
+    Args:
+        columns: `pyarrow.Array`s by name.
+
+    Raises:
+        ArgumentError: no batch can hold a column.
+    """
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self.forms: Forms = {name: column_form(name, column.type) for name, column in columns.items()}
+        self._columns = columns
+
+    def request(self, rows: Rows) -> None:
+        pass
+
+    def cancel(self, rows: Rows) -> None:
+        pass
+
+    def locate(self, rows: Rows) -> tuple[Rows, Rows]:
+        return np.zeros(len(rows), np.int64), rows
+
+    def chunk(self, number: int) -> Chunk:
+        return self._chunk
+
+    @functools.cached_property
+    def _chunk(self) -> Chunk:
+        return make_chunk(self._columns, self.forms, packed=False)
+
+    def why_not(self, fault: Fault) -> str:
+        return f"column {fault.name!r} of the table {fault.why}"

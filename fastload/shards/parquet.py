@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from fastload.datasets.columns import check_batches, distinct
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.store_dataset import SOME
 from fastload.datasets.views import note_prefetch
+from fastload.datasets.warm import ToRead, Warmed
 from fastload.errors import FastloadError
 from fastload.fetch.reads import Source
 from fastload.order.blocks import Blocks
@@ -267,6 +268,19 @@ class ParquetDataset(ShardDataset):
         if self.batches == "rows":
             return super()._objects_of(indices)
         return distinct(self._column_groups.get().locate(self._numbers(indices))[0])
+
+    def _warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        if self.batches == "rows":
+            return super()._warm_shards(shards)
+        return self.warm(self._samples_of(shards))
+
+    def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
+        if self.batches == "rows":
+            return super()._left_to_warm_shards(shards)
+        return self._left_to_warm(self._samples_of(shards))
+
+    def _samples_of(self, shards: Iterable[int]) -> list[int]:
+        return [index for shard in shards for index in range(*self._firsts[shard : shard + 2])]
 
     def _numbers(self, indices: Iterable[int]) -> NDArray[np.int64]:
         """Return the rows of indices, which may count from the end."""
