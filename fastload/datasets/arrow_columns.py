@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.datasets.arrow import check_type, decoded, is_list, is_number, is_text_or_bytes, offset_list
-from fastload.datasets.columns import Array, Chunk, Fault, Form, Forms, Rows
+from fastload.datasets.columns import STEP, Array, Chunk, Fault, Form, Forms, Rows
 from fastload.errors import ArgumentError, DecodeError
 
 _MOST = np.iinfo(np.int64).max
@@ -105,7 +105,13 @@ def _pack(chunk: Chunk, forms: Mapping[str, Form]) -> None:
         if not forms[name].shape:
             names.setdefault(values.dtype, []).append(name)
     for same in names.values():
-        chunk.packed.append((same, np.stack([chunk.arrays.pop(name) for name in same], axis=1)))
+        columns = [chunk.arrays.pop(name) for name in same]
+        table = np.empty((len(columns[0]), len(columns)), columns[0].dtype)
+        for start in range(0, len(table), STEP):
+            rows = slice(start, start + STEP)
+            for position, column in enumerate(columns):
+                table[rows, position] = column[rows]
+        chunk.packed.append((same, table))
 
 
 def _stacked(column: Any, form: Form) -> tuple[Array, list[NDArray[np.bool_]], list[str]]:
@@ -164,7 +170,7 @@ def _dense(column: Any) -> tuple[Array, Bad, Bad]:
     inside = None
     for holes in (missing, deeper):
         if holes is not None:
-            rows = holes.reshape(len(column), -1).any(axis=1)
+            rows: NDArray[np.bool_] = np.any(holes.reshape(len(column), -1), axis=1)
             inside = rows if inside is None else inside | rows
     return values.reshape(len(column), *shape), null, inside
 

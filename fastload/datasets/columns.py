@@ -19,15 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.checks import check_one_of
 from fastload.datasets.store_view import StoreView
 from fastload.datasets.views import Allocate, RowErrors, RowRequests
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import DecodeError
 
 Rows = NDArray[np.int64]
 Array = NDArray[Any]
 
-_STEP = 2048  # rows whose numbers are turned into columns at a time: they stay in the processor's caches
+STEP = 2048  # rows whose numbers are turned into columns at a time: they stay in the processor's caches
 
 
 class Jagged(NamedTuple):
@@ -179,10 +178,10 @@ class ColumnBatch:
                     table[part.rows] = values[part.places]
             tensors = [self._new(self.forms[name], count) for name in names]
             columns = [tensor.numpy() for tensor in tensors]
-            for start in range(0, count, _STEP):
-                some = table[start : start + _STEP]
+            for start in range(0, count, STEP):
+                some = table[start : start + STEP]
                 for position, column in enumerate(columns):
-                    column[start : start + _STEP] = some[:, position]
+                    column[start : start + STEP] = some[:, position]
             made.update(zip(names, tensors, strict=True))
         return made
 
@@ -312,24 +311,6 @@ class ColumnsView(StoreView):
     @property
     def _source(self) -> ColumnSource:
         return self.dataset._column_source()
-
-
-def check_batches(batches: Any, functions: Mapping[str, Any]) -> None:
-    """Check the argument `batches` of a dataset.
-
-    Args:
-        functions: of the user's, by argument: they take samples.
-
-    Raises:
-        ArgumentError: it is neither "rows" nor "columns", or a function would run for each row of columns.
-    """
-    check_one_of("batches", batches, ("rows", "columns"))
-    for argument, function in functions.items():
-        if batches == "columns" and function is not None:
-            raise ArgumentError(
-                f"{argument}= is called for each row, and batches='columns' makes no rows: give the loader "
-                f"batch_transform=, a function of the whole batch, or leave out batches=; found {function!r}"
-            )
 
 
 def distinct(numbers: Iterable[int] | Rows) -> Sequence[int]:

@@ -13,7 +13,7 @@ import inspect
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +26,7 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Raw
 from fastload.cache.index import KeyTable
 from fastload.cache.listings import Listings
-from fastload.checks import check_function
+from fastload.checks import check_function, check_one_of
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.sample_transforms import Transform
@@ -138,6 +138,7 @@ class StoreDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Transform) -> None:
+        check_batches(self.batches, {"transform": transform})
         builder = self._new_builder(transform)
         if "cache" in self.__dict__:  # not in the constructor, where payloads are made for this transform
             self._check_transform(transform)
@@ -471,3 +472,21 @@ def check_on_change(value: Any) -> None:
     """
     if value not in ("error", "refresh"):
         raise ArgumentError(f"on_change must be 'error' or 'refresh', found {value!r}")
+
+
+def check_batches(batches: Any, functions: Mapping[str, Any]) -> None:
+    """Check the argument `batches` of a dataset.
+
+    Args:
+        functions: of the user's, by argument: they take samples.
+
+    Raises:
+        ArgumentError: it is neither "rows" nor "columns", or a function would run for each row of columns.
+    """
+    check_one_of("batches", batches, ("rows", "columns"))
+    for argument, function in functions.items():
+        if batches == "columns" and function is not None:
+            raise ArgumentError(
+                f"{argument}= is called for each row, and batches='columns' makes no rows: give the loader "
+                f"batch_transform=, a function of the whole batch, or leave out batches=; found {function!r}"
+            )

@@ -22,13 +22,12 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index, shorten_errors
 from fastload.checks import check_index
-from fastload.datasets.columns import check_batches
 from fastload.datasets.payloads import settled
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
+from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.rng import mix_all
@@ -88,8 +87,8 @@ class TableDataset(StoreDataset):
         listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
             such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
         on_change: as in `ObjectDataset`.
-        batches: "rows", or "columns": as of `ParquetDataset`. Without `File` and transform=; the whole table is
-            shuffled.
+        batches: "rows", or "columns": as of `ParquetDataset`. Without `File` and transform=; the whole table
+            is shuffled.
 
     Raises:
         ArgumentError: a column is missing or has nulls; the table is of another kind than its name; pyarrow
@@ -138,8 +137,8 @@ class TableDataset(StoreDataset):
         ]
         if self._files and batches == "columns":
             raise ArgumentError(
-                f"batches='columns' makes no samples, and fields names files of samples ({self._files[0].name!r}): "
-                "leave them out, or leave out batches="
+                "batches='columns' makes no samples, and fields names files of samples "
+                f"({self._files[0].name!r}): leave them out, or leave out batches="
             )
         of_objects = {"url": self.url, "cache": kept_in}
         if not isinstance(table, str | os.PathLike):

@@ -32,10 +32,10 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import check_function, check_index
+from fastload.datasets.columns import ColumnsView
 from fastload.datasets.composed import ConcatView, MapView, StackView, SubsetView
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
-from fastload.datasets.columns import ColumnsView
 from fastload.datasets.store_view import StoreView
 from fastload.datasets.views import (
     AnnouncedView,
@@ -334,7 +334,11 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
         path, holder, asks = holders.popleft()
         if type(holder).__module__.startswith("fastload.") and _home(type(holder)) is None:
             asks = None
-        elif asks is None and type(view_of(holder)) in (PlainView, StoreView, ColumnsView):  # it is not seen through
+        elif asks is None and type(view_of(holder)) in (
+            PlainView,
+            StoreView,
+            ColumnsView,
+        ):  # it is not seen through
             path, asks = "", holder
         for where, value in _contents(holder):
             if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):

@@ -7,8 +7,8 @@
     block 7                     part 0 │ part 1 │ part 2
     step         0   │    1   │    2   │    3   │    4        the rows of a step are shuffled
 
-One block is opened at each step, and one is closed. A window that takes so many blocks at a time was rejected:
-it would read all of them at once, and none meanwhile.
+One block is opened at each step, and one is closed. To take as many blocks at a time as the window has was
+rejected: all of them would be read at once, and none meanwhile.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from fastload.order.blocks import block_order, blocks_of
 
 _VERSION = 1
 _MODES = ("train", "eval")
-_CHUNK = 4096  # indices that are Python ints at one time
+_CHUNK = 16384  # indices that are Python ints at one time
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         order = self._order(epoch, nodes, exchange) if first < last else None
         whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
         for chunk in range(first, last, _CHUNK * replicas):
-            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
-            places = torch.where(places < length, places, places % whole)
-            drawn = (places if order is None else order[places]).tolist()
+            places = range(chunk, min(chunk + _CHUNK * replicas, last), replicas)
+            inside = places[: max(0, -(-(length - chunk) // replicas))]
+            padding = [place % whole for place in places[len(inside) :]]
+            if order is None:
+                drawn = [*inside, *padding]
+            else:
+                drawn = order[inside.start : inside.stop : replicas].tolist() + order[padding].tolist()
             # What is left of `drawn` tells the position: to note it for each index takes longer than to draw.
             self._position = (epoch, chunk - self._column + replicas * len(drawn))
             self._drawing = iter(drawn)

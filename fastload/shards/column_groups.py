@@ -1,7 +1,7 @@
 """Row groups as columns: read ahead as a whole, kept in the cache as Arrow's memory, and held while in use.
 
-    rows of a batch ─▶ their row groups ─▶ prefetcher: cache, or store ─▶ pyarrow ─▶ Arrow's IPC stream ─▶ cache
-                                                                                      └─▶ `Chunk`, held
+    rows of a batch ─▶ their row groups ─▶ prefetcher: cache, or store ─▶ pyarrow ─▶ Arrow's IPC stream
+                                                                  cache, and `Chunk` that is held ◀┘
 
 The cache keeps all rows of a row group, whatever `filters=` leaves out, and only the columns that are read.
 """
@@ -46,8 +46,8 @@ def forms_of(schema: Any, fields: Mapping[str, str]) -> Forms:
     for column in fields.values():
         if is_file(schema.field(column).type):
             raise ArgumentError(
-                f"column {column!r} has files, such as images, which batches='columns' does not decode: leave "
-                "it out with fields=, or use batches='rows'"
+                f"column {column!r} has files, such as images, which batches='columns' does not decode: "
+                "leave it out with fields=, or use batches='rows'"
             )
     return {name: column_form(column, schema.field(column).type) for name, column in fields.items()}
 
@@ -193,8 +193,8 @@ class ColumnGroups:
 
     def why_not(self, fault: Fault) -> str:
         return (
-            f"column {self._fields[fault.name]!r} {fault.why}, which no batch of numbers can hold: leave such "
-            "rows out with filters=, or the column with fields="
+            f"column {self._fields[fault.name]!r} {fault.why}, which no batch of numbers can hold: leave "
+            "such rows out with filters=, or the column with fields="
         )
 
     def _read(self, number: int) -> Any:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.checks import shorten_errors
 from fastload.cache.codecs import Raw
-from fastload.datasets.columns import check_batches, distinct
+from fastload.datasets.columns import distinct
 from fastload.datasets.sample_fields import Shape
-from fastload.datasets.store_dataset import SOME
+from fastload.datasets.store_dataset import SOME, check_batches
 from fastload.datasets.views import note_prefetch
 from fastload.datasets.warm import ToRead, Warmed
 from fastload.errors import FastloadError
@@ -195,7 +195,9 @@ class ParquetDataset(ShardDataset):
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
         self.batches = batches
-        named = ParquetFields(self._files.schema, shape, decode if isinstance(decode, Mapping) else {})
+        self._named_fields = named = ParquetFields(
+            self._files.schema, shape, decode if isinstance(decode, Mapping) else {}
+        )
         if batches == "columns":
             from fastload.shards.column_groups import forms_of
 
@@ -354,6 +356,6 @@ class ParquetDataset(ShardDataset):
             self._prefetchers.get(),
             schema=self._files.schema,
             forms=self._forms,
-            fields=self._fields.columns,
+            fields=self._named_fields.columns,
             most_bytes=blocks.window * self._files.largest(),
         )

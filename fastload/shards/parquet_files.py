@@ -278,7 +278,7 @@ class ParquetFiles:
         return spans
 
     def blocks(self, options: StreamOptions) -> Blocks:
-        """Return how rows are shuffled with `batches="columns"`: row groups, and how many are open at once."""
+        """Return what `batches="columns"` shuffles: row groups, and how many of them are open at once."""
         counts = tuple((span.stop or 0) - span.first for span in self.row_groups())
         by_bytes = options.most_bytes // max(1, self.largest())
         by_rows = options.most_records // max(1, *counts, 1)
