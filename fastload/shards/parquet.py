@@ -195,9 +195,8 @@ class ParquetDataset(ShardDataset):
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
         self.batches = batches
-        self._named_fields = named = ParquetFields(
-            self._files.schema, shape, decode if isinstance(decode, Mapping) else {}
-        )
+        decoders = decode if isinstance(decode, Mapping) else {}
+        self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
         if batches == "columns":
             from fastload.shards.column_groups import forms_of
 
