@@ -1,22 +1,24 @@
 """Rows a second of a table of numbers on one core: columns, rows, and what others make of the same file.
 
-    python -m bench columns [--rows 2000000] [--columns 20] [--batch 4096 16384 65536] [--rounds 5] [--python P]
+    python -m bench columns [--rows 2000000] [--columns 20] [--batch 4096 16384 65536] [--rounds 5]
+                            [--python P] [--json]
 
-One Parquet file of float32 columns on the local disk, in row groups of 64,000 rows, shuffled where the side can.
-Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads the
-file once to warm up (fastload fills its cache) and then once more, which counts: wall time, and the CPU time
-of the process and its workers. On a busy machine only the CPU time says something.
+One Parquet file of float32 columns on the local disk, in row groups of 64,000
+rows; shuffled where the side can.
+Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads
+the file once to warm up (fastload fills its cache), and then once more, which counts: wall time, and the CPU
+time of the process and its workers. On a busy machine only the CPU time says something.
 
-    arrow             pyarrow's `iter_batches`: columns of Arrow, no tensors, no shuffle
-    arrow, tensors    the same, each column as a tensor; no shuffle
-    columns           fastload, batches="columns", from its cache, shuffled
-    columns, worker   the same with num_workers=1
-    table             `TableDataset(batches="columns")`, shuffled as a whole
-    rows              fastload as samples, from its cache, shuffled: a twentieth of the rows
-    datasets          Hugging Face's `set_format("torch")` in torch's loader, shuffled: a twentieth of the rows
-    datasets, batched the same with the batch asked for at once (`__getitems__` and a collate_fn that passes it on)
+    arrow              pyarrow's `iter_batches`: columns of Arrow, no tensors, no shuffle
+    arrow, tensors     the same, each column as a tensor; no shuffle
+    columns            fastload, batches="columns", from its cache, shuffled
+    columns, worker    the same with num_workers=1
+    table              `TableDataset(batches="columns")`, shuffled as a whole
+    rows               fastload as samples, from its cache, shuffled; of a twentieth of the rows
+    datasets           Hugging Face's `with_format("torch")` in torch's loader, shuffled; of a twentieth
+    datasets, batched  the same, asked for whole batches (`__getitems__`)
 
-P is a Python that has `datasets`; without it these two are left out.
+P is a Python that has `datasets`; without it the last two are left out.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ if side in ("columns", "columns, worker", "rows", "table"):
     else:
         kind = "rows" if side == "rows" else "columns"
         dataset = fastload.ParquetDataset(path, batches=kind, cache=cache)
-    loader = fastload.DataLoader(dataset, size, shuffle=True, seed=1, num_workers=int(side.endswith("worker")))
+    workers = int(side.endswith("worker"))
+    loader = fastload.DataLoader(dataset, size, shuffle=True, seed=1, num_workers=workers)
 elif side.startswith("datasets"):
     import datasets
     dataset = datasets.Dataset.from_parquet(path, cache_dir=cache).with_format("torch")
