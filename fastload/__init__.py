@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fastload import testing as testing
     from fastload.cache import Cache
     from fastload.datasets.columns import Jagged
-    from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ImageFolder, ObjectDataset
     from fastload.datasets.sample_files import File
@@ -50,7 +49,6 @@ _HOME = {
     "DistributedSampler": "fastload.order.sampler",
     "File": "fastload.datasets.sample_files",
     "ImageFolder": "fastload.datasets.objects",
-    "ImageFolder": "fastload.datasets.image_folder",
     "Jagged": "fastload.datasets.columns",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",

@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
-from fastload.store.node import SharedFile
 from fastload.images.rng import mix_all
-from fastload.store.process import SharedFile
+from fastload.store.node import SharedFile
 
 try:
     import pyarrow as pa

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index, shorten_errors
-from fastload.checks import check_index
 from fastload.datasets.payloads import settled
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
@@ -35,7 +34,7 @@ from fastload.store import open_store, with_budget
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
-from fastload.store.process import ProcessLocal
+from fastload.store.node import ProcessLocal
 
 if TYPE_CHECKING:
     from fastload.datasets.arrow import TableColumns  # both need pyarrow

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import shorten_errors
 from fastload.cache.codecs import Raw
+from fastload.checks import shorten_errors
 from fastload.datasets.columns import distinct
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.store_dataset import SOME, check_batches

@@ -1,4 +1,7 @@
-"""Random tables as columns, against what pyarrow says of the rows. `python -m pytest -m stress` runs 10,000."""
+"""Random tables as columns, against what pyarrow says of their rows.
+
+The long form has 10,000: `python -m pytest -m stress tests/process/test_random_columns.py`.
+"""
 
 from __future__ import annotations
 

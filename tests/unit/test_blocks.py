@@ -1,4 +1,5 @@
-"""The order of samples that are read in blocks: each once, near its block; and readers have blocks of their own."""
+"""The order of samples that are read in blocks: each sample once, near its block, and readers with blocks
+of their own."""
 
 from __future__ import annotations
 
