@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastload import errors as errors
     from fastload import testing as testing
     from fastload.cache import Cache
+    from fastload.datasets.columns import Jagged
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ImageFolder, ObjectDataset
     from fastload.datasets.sample_files import File
@@ -48,6 +49,7 @@ _HOME = {
     "DistributedSampler": "fastload.order.sampler",
     "File": "fastload.datasets.sample_files",
     "ImageFolder": "fastload.datasets.objects",
+    "Jagged": "fastload.datasets.columns",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
     "Mixture": "fastload.datasets.mixture",
@@ -81,6 +83,7 @@ __all__ = [
     "DistributedSampler",
     "File",
     "ImageFolder",
+    "Jagged",
     "LitDataset",
     "MDSDataset",
     "Mixture",

@@ -162,6 +162,17 @@ def write_parquet(folder: Path, photo: Photo, *, more: bool = False) -> None:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=5)
 
 
+def write_columns(folder: Path, photo: Photo, *, more: bool = False) -> None:
+    """Rows of numbers and texts, in two files; with `more`, rows of other samples are among them."""
+    folder.mkdir(parents=True)
+    pair = pa.list_(pa.int32(), 2)
+    for file, some in (("rows", range(COUNT)),) if not more else (("a", range(9)), ("b", range(9, COUNT))):
+        labels = [label for n in some for label in ((n, 100 + n) if more and n % 4 == 0 else (n,))]
+        columns = {"label": labels, "text": [f"photo {n}" for n in labels]}
+        columns["pair"] = pa.array([[n, 7] for n in labels], pair)
+        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=5)
+
+
 def write_mds_gz(folder: Path, photo: Photo) -> None:
     """The shards of MosaicML Streaming, compressed as its option `compression="gz"` has it."""
     index = json.loads((FORMATS / "mds-numbered" / "index.json").read_text())
@@ -260,6 +271,7 @@ class Kind:
         sharded: an epoch that asks for no index is read as streams.
         sources: how often an epoch has each sample.
         wraps: other datasets, so that it has no keys and no cache of its own.
+        rows_of_read: samples that are read together, at most; 0: nothing is read, the data are in memory.
         modes: of a cache that it takes.
     """
 
@@ -272,6 +284,7 @@ class Kind:
     sharded: bool = False
     sources: int = 1
     wraps: bool = False
+    rows_of_read: int = 1
     modes: tuple[str, ...] = MODES
 
     @property
@@ -285,6 +298,11 @@ class Kind:
         return self.open(str(url), **options)
 
 
+def columns_in_memory(url: str, cache: Any = None, **options: Any) -> Any:
+    return fastload.TableDataset(f"{url}/rows.parquet", _COLUMNS, batches="columns", **options)
+
+
+_COLUMNS = {"label": "label", "text": "text", "pair": "pair"}
 _PAIR = {"image": CROP, "mask": MASK}
 _IN_TABLE = {"image": File("photos/{label}.jpg"), "number": File("mask", decode=mask_number)}
 _IN_TAR = ("jpg", "txt", "json")
@@ -350,6 +368,25 @@ KINDS = [
         functools.partial(write_parquet, more=True),
         functools.partial(fastload.ParquetDataset, fields=_NUMBERED, filters=[("label", "<", 100)]),
         sharded=True,
+    ),
+    Kind(
+        "parquet, columns",
+        write_columns,
+        functools.partial(fastload.ParquetDataset, batches="columns"),
+        transform=None,
+        own_photos=False,
+        rows_of_read=5,
+    ),
+    Kind(
+        "parquet, filtered columns",
+        functools.partial(write_columns, more=True),
+        functools.partial(fastload.ParquetDataset, batches="columns", filters=[("label", "<", 100)]),
+        transform=None,
+        own_photos=False,
+        rows_of_read=5,
+    ),
+    Kind(
+        "table, columns", write_columns, columns_in_memory, transform=None, own_photos=False, rows_of_read=0
     ),
     Kind(
         "mds",

@@ -19,6 +19,7 @@ of a node.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import mmap
 import os
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
+from fastload.images.rng import mix_all
 from fastload.store.node import SharedFile
 
 try:
@@ -53,7 +55,7 @@ def check_type(name: str, kind: Any) -> None:
     inner = _inner(kind)
     if inner is not None:
         check_type(name, inner)
-    elif not (_is_number(kind) or _is_text(kind) or _is_binary(kind) or pa.types.is_null(kind)):
+    elif not (is_number(kind) or is_text_or_bytes(kind) or pa.types.is_null(kind)):
         raise ArgumentError(
             f"column {name!r} is {kind}, which has no one form in a tensor: leave it out with fields=, or "
             "write it as a number or text (pyarrow: table[name].cast('int64'))"
@@ -65,7 +67,7 @@ def is_numeric(kind: Any) -> bool:
     tensor.
     """
     inner = _inner(kind)
-    return _is_number(kind) if inner is None else is_numeric(inner)
+    return is_number(kind) if inner is None else is_numeric(inner)
 
 
 def why_not_number(value: Any) -> str | None:
@@ -91,7 +93,7 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
         return _tensors(column)
     if pa.types.is_struct(kind):
         return _structs(column, views)
-    if _is_list(kind):
+    if is_list(kind):
         return _lists(column)
     if views and (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         return _views(column)
@@ -134,16 +136,12 @@ def _structs(column: Any, views: bool) -> list[Any]:
 
 def _lists(column: Any) -> list[Any]:
     """Return one list or array for each row."""
-    wanted = pa.large_list(column.type.value_type)
-    if pa.types.is_fixed_size_list(column.type):  # its offsets are not stored, and null rows have values too
-        column = column.cast(wanted)
-    elif not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        column = pa.array(column.to_pylist(), wanted)  # a list view, whose rows may lie in any order
+    column = offset_list(column)
     offsets = column.offsets.to_numpy().tolist()
     first, last = offsets[0], offsets[-1]
     inner = decoded(column.values.slice(first, last - first))
     bounds = [(start - first, stop - first) for start, stop in itertools.pairwise(offsets)]
-    if _is_number(inner.type):
+    if is_number(inner.type):
         return _masked(_number_rows(inner, bounds), column)
     block = _block(inner)
     if block is not None:
@@ -151,10 +149,20 @@ def _lists(column: Any) -> list[Any]:
     return _masked(_item_rows(inner, bounds), column)
 
 
+def offset_list(column: Any) -> Any:
+    """Return a column of lists of any kind as one with offsets."""
+    wanted = pa.large_list(column.type.value_type)
+    if pa.types.is_fixed_size_list(column.type):  # its offsets are not stored, and null rows have values too
+        return column.cast(wanted)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return column
+    return pa.array(column.to_pylist(), wanted)  # a list view, whose rows may lie in any order
+
+
 def _block(inner: Any) -> np.ndarray[Any, Any] | None:
     """Return fixed size lists of numbers, without nulls, as one array (rows, size); None for others."""
     kind = inner.type
-    if not pa.types.is_fixed_size_list(kind) or not _is_number(kind.value_type) or inner.null_count:
+    if not pa.types.is_fixed_size_list(kind) or not is_number(kind.value_type) or inner.null_count:
         return None
     numbers = inner.flatten()
     if numbers.null_count:
@@ -210,30 +218,29 @@ def _inner(kind: Any) -> Any:
     """Return the type that a list, dictionary or extension type holds; None for other types."""
     if isinstance(kind, pa.BaseExtensionType):
         return kind.storage_type
-    if pa.types.is_dictionary(kind) or _is_list(kind):
+    if pa.types.is_dictionary(kind) or is_list(kind):
         return kind.value_type
     return None
 
 
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Return whether values of this type are lists, of any or of fixed size."""
     types = pa.types
     lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     return bool(lists or types.is_list_view(kind) or types.is_large_list_view(kind))
 
 
-def _is_number(kind: Any) -> bool:
+def is_number(kind: Any) -> bool:
+    """Return whether values of this type are bools, ints or floats."""
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _is_text(kind: Any) -> bool:
+def is_text_or_bytes(kind: Any) -> bool:
+    """Return whether values of this type are str or bytes."""
     types = pa.types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def _is_binary(kind: Any) -> bool:
-    types = pa.types
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     plain = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return bool(plain or types.is_fixed_size_binary(kind))
+    return bool(text or plain or types.is_fixed_size_binary(kind))
 
 
 class TableColumns:
@@ -282,6 +289,19 @@ class TableColumns:
                 found[at] = xxhash.xxh3_64_intdigest(dump(self.row(int(rows[at]))))
             self._identities[rows] = found
         return found
+
+    def places(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return a number for the place of each of these rows in a table of this content."""
+        return mix_all(rows.view(np.uint64) + self._digest)
+
+    @functools.cached_property
+    def _digest(self) -> np.uint64:
+        return np.uint64(xxhash.xxh3_64_intdigest(self._file.map))
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """The columns, as `pyarrow.Array`s."""
+        return self._columns
 
     def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
         """Return an empty column of a batch of `n` rows: a tensor for numbers, else a list."""

@@ -346,6 +346,10 @@ class SampleBuilder:
 
     # --- columns
 
+    def batch_of(self, columns: dict[str, Any]) -> Any:
+        """Return columns in the structure of a batch."""
+        return columns if self._shape is None else self._shape.batch(columns)
+
     @property
     def _value_names(self) -> Sequence[str]:
         return () if self._values is None else self._values.names

@@ -13,10 +13,10 @@ import inspect
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from fastload.cache import Cache
 from fastload.cache.codecs import Raw
 from fastload.cache.index import KeyTable
 from fastload.cache.listings import Listings
-from fastload.checks import check_function
+from fastload.checks import check_function, check_one_of
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.sample_transforms import Transform
@@ -40,6 +40,9 @@ from fastload.metrics.counters import Counters
 from fastload.store.budget import RequestBudget
 from fastload.store.manifest import Manifest
 from fastload.store.node import ProcessLocal
+
+if TYPE_CHECKING:
+    from fastload.datasets.columns import ColumnSource
 
 SOME = 256  # records that stand for all
 
@@ -67,12 +70,15 @@ class StoreDataset(Dataset[Any]):
     """A dataset whose transforms may be set at any time. Reads and cache keys depend on its other arguments.
 
     Attributes:
+        batches: how batches are made: of "rows", or as "columns".
         cache: what the samples are kept in, or None.
         counters: of this process.
     """
 
+    batches = "rows"
+
     # Attributes that are set once, by the constructor; and those that are never set -> what to do instead.
-    _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
+    _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change", "batches"})
     _computed: ClassVar[dict[str, str]] = {}
     # Attributes on which no sample depends: what reading has learned, and what follows from the others.
     _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_builder", "counters"})
@@ -132,6 +138,7 @@ class StoreDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Transform) -> None:
+        check_batches(self.batches, {"transform": transform})
         builder = self._new_builder(transform)
         if "cache" in self.__dict__:  # not in the constructor, where payloads are made for this transform
             self._check_transform(transform)
@@ -173,15 +180,14 @@ class StoreDataset(Dataset[Any]):
         """
         cache, source = self._cache_to_fill(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
-        objects = (item for index in indices for item in self._objects(self._record(index)))
-        outcomes = warm(objects, cache, prefetcher, key=self._cache_key, size=source.size)
+        outcomes = warm(self._objects_of(indices), cache, prefetcher, key=self._cache_key, size=source.size)
         count = self._objects_of_sample
         return outcomes if count == 1 else (item._replace(sample=item.sample // count) for item in outcomes)
 
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
         indices = list(indices)
-        objects = [item for index in indices for item in self._objects(self._record(index))]
+        objects = list(self._objects_of(indices))
         if objects:
             note_prefetch(self, indices)
             self._prefetchers.get().request(objects, current_reader.get())
@@ -210,14 +216,13 @@ class StoreDataset(Dataset[Any]):
 
     def _left_to_warm(self, indices: Iterable[int]) -> ToRead:
         """Return what `warm` has to read for these samples. Raises as `warm`."""
-        objects = (item for index in indices for item in self._objects(self._record(index)))
-        return find_missing(objects, self._cache_to_fill(), self._source())
+        return find_missing(self._objects_of(indices), self._cache_to_fill(), self._source())
 
     def _cancel(self, indices: Iterable[int]) -> None:
         """Drop prefetched samples that will not be used."""
         prefetcher = self._prefetchers.peek()
         if prefetcher is not None:  # else nothing is under way
-            prefetcher.cancel([item for index in indices for item in self._objects(self._record(index))])
+            prefetcher.cancel(self._objects_of(indices))
 
     def _outstanding(self) -> int:
         """Return how many samples this process has read ahead, or is reading, that were not used yet."""
@@ -249,6 +254,14 @@ class StoreDataset(Dataset[Any]):
     def _objects(self, record: int) -> Sequence[int]:
         """Return the objects that are read for a record, as its source numbers them."""
         return (record,)
+
+    def _objects_of(self, indices: Iterable[int]) -> Iterable[int]:
+        """Return the objects that are read for samples, in their order."""
+        return (item for index in indices for item in self._objects(self._record(index)))
+
+    def _column_source(self) -> ColumnSource:
+        """Return the rows of this process; asked for with `batches="columns"`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _name(self, record: int) -> str:
@@ -459,3 +472,21 @@ def check_on_change(value: Any) -> None:
     """
     if value not in ("error", "refresh"):
         raise ArgumentError(f"on_change must be 'error' or 'refresh', found {value!r}")
+
+
+def check_batches(batches: Any, functions: Mapping[str, Any]) -> None:
+    """Check the argument `batches` of a dataset.
+
+    Args:
+        functions: of the user's, by argument: they take samples.
+
+    Raises:
+        ArgumentError: it is neither "rows" nor "columns", or a function would run for each row of columns.
+    """
+    check_one_of("batches", batches, ("rows", "columns"))
+    for argument, function in functions.items():
+        if batches == "columns" and function is not None:
+            raise ArgumentError(
+                f"{argument}= is called for each row, and batches='columns' makes no rows: give the loader "
+                f"batch_transform=, a function of the whole batch, or leave out batches=; found {function!r}"
+            )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
+from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.rng import mix_all
@@ -33,9 +34,11 @@ from fastload.store import open_store, with_budget
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
+from fastload.store.node import ProcessLocal
 
 if TYPE_CHECKING:
-    from fastload.datasets.arrow import TableColumns  # needs pyarrow
+    from fastload.datasets.arrow import TableColumns  # both need pyarrow
+    from fastload.datasets.arrow_columns import OneChunk
 
 _NO_IMAGE = (
     "write File('image') for the objects that the column 'image' names. Images inside a Parquet file are for "
@@ -83,6 +86,8 @@ class TableDataset(StoreDataset):
         listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
             such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
         on_change: as in `ObjectDataset`.
+        batches: "rows", or "columns": as of `ParquetDataset`. Without `File` and transform=; the whole table
+            is shuffled.
 
     Raises:
         ArgumentError: a column is missing or has nulls; the table is of another kind than its name; pyarrow
@@ -105,8 +110,10 @@ class TableDataset(StoreDataset):
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
         on_change: str = "error",
+        batches: str = "rows",
     ) -> None:
         check_on_change(on_change)
+        check_batches(batches, {"transform": transform})
         if not isinstance(url, str | os.PathLike):
             raise ArgumentError(
                 f"url must be a str or pathlib.Path, found {url!r}: the order is "
@@ -115,6 +122,7 @@ class TableDataset(StoreDataset):
         super().__init__(os.fspath(url), None)
         self.fields = fields
         self.on_change = on_change
+        self.batches = batches
         kept_in = as_cache(cache)
         self._shape = Shape(fields, (str, File), _name_of)
         self._files = [
@@ -126,6 +134,11 @@ class TableDataset(StoreDataset):
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
         ]
+        if self._files and batches == "columns":
+            raise ArgumentError(
+                "batches='columns' makes no samples, and fields names files of samples "
+                f"({self._files[0].name!r}): leave them out, or leave out batches="
+            )
         of_objects = {"url": self.url, "cache": kept_in}
         if not isinstance(table, str | os.PathLike):
             of_objects["storage_options"] = storage_options
@@ -165,6 +178,8 @@ class TableDataset(StoreDataset):
         self._columns: TableColumns | None = None
         if values:
             self._columns = TableColumns.of(chosen.select(list(values.values())).rename_columns(list(values)))
+            if self.batches == "columns":
+                self._column_source()  # refuses columns that no batch can hold
         if self._files:
             read_from = os.fspath(table) if isinstance(table, str | os.PathLike) else ""
             root, keys = object_keys([leaf.file.column for leaf in self._files], chosen, self.url, read_from)
@@ -220,12 +235,31 @@ class TableDataset(StoreDataset):
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return that of its objects and their versions, and of its values in the table."""
         numbers = np.zeros(len(records), np.uint64)
+        if self._columns is not None and self.batches == "columns":
+            return self._columns.places(records)
         if self._columns is not None:
             numbers += self._columns.identities(records)
         for file in range(len(self._files)):
             mix_all(numbers)
             numbers += self._manifest.identities(records * len(self._files) + file)
         return numbers
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        if self.batches == "rows":
+            super().prefetch(indices)
+
+    def _column_source(self) -> OneChunk:
+        return self._chunks.get()
+
+    @cached_property
+    def _chunks(self) -> ProcessLocal[OneChunk]:
+        return ProcessLocal(self._new_chunk)
+
+    def _new_chunk(self) -> OneChunk:
+        from fastload.datasets.arrow_columns import OneChunk
+
+        assert self._columns is not None
+        return OneChunk(self._columns.arrays)
 
     def _source(self) -> ObjectSource:
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)

@@ -32,6 +32,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import check_function, check_index
+from fastload.datasets.columns import ColumnsView
 from fastload.datasets.composed import ConcatView, MapView, StackView, SubsetView
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
@@ -255,7 +256,7 @@ _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among th
 def view_of(dataset: Any) -> View:
     """Return the view of any map-style dataset, as far as it can be seen into."""
     if isinstance(dataset, StoreDataset):
-        return StoreView(dataset)
+        return StoreView(dataset) if dataset.batches == "rows" else ColumnsView(dataset)
     home = _home(type(dataset))
     override = None if home is None else _overriding_method(dataset, home)
     if home is None or override == "prefetch":
@@ -333,7 +334,11 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
         path, holder, asks = holders.popleft()
         if type(holder).__module__.startswith("fastload.") and _home(type(holder)) is None:
             asks = None
-        elif asks is None and type(view_of(holder)) in (PlainView, StoreView):  # it is not seen through
+        elif asks is None and type(view_of(holder)) in (
+            PlainView,
+            StoreView,
+            ColumnsView,
+        ):  # it is not seen through
             path, asks = "", holder
         for where, value in _contents(holder):
             if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):

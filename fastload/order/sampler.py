@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from fastload.checks import check_one_of
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
+from fastload.order.blocks import block_order, blocks_of
 
 _VERSION = 1
 _MODES = ("train", "eval")
-_CHUNK = 4096  # indices that are Python ints at one time
+_CHUNK = 16384  # indices that are Python ints at one time
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
         # This rank reads the samples `_column`, `_column + num_replicas`, ... of the order of all ranks.
         self._column = _column(self._place)
-        self._dealt = (self._place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
+        self._dealt = (self._parts(), exchange)  # the nodes and the exchange of the order of self.epoch
         if mode == "eval":
             self.num_samples = self._share(0)
             self.total_size = len(dataset)
         self._advances = True  # until the first set_epoch
         self._begun = False  # something was drawn in self.epoch
         self._start: int | None = None  # where the next iteration starts, once that is settled
-        self._position = (0, 0)  # (epoch, samples consumed on all ranks)
+        # The position once all of `_drawing` is drawn, and what is left of the indices that come next.
+        self._end: tuple[int, int] = (0, 0)
+        self._drawing: Iterator[int] = iter(())
 
     def __iter__(self) -> Iterator[int]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
@@ -162,15 +166,29 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         order = self._order(epoch, nodes, exchange) if first < last else None
         whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
         for chunk in range(first, last, _CHUNK * replicas):
-            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
-            places = torch.where(places < length, places, places % whole)
-            consumed = chunk - self._column
-            for index in (places if order is None else order[places]).tolist():
-                consumed += replicas
-                self._position = (epoch, consumed)
-                yield index
+            places = range(chunk, min(chunk + _CHUNK * replicas, last), replicas)
+            inside = places[: max(0, -(-(length - chunk) // replicas))]
+            padding = [place % whole for place in places[len(inside) :]]
+            if order is None:
+                drawn = [*inside, *padding]
+            else:
+                drawn = order[inside.start : inside.stop : replicas].tolist() + order[padding].tolist()
+            # What is left of `drawn` tells the position: to note it for each index takes longer than to draw.
+            self._position = (epoch, chunk - self._column + replicas * len(drawn))
+            self._drawing = iter(drawn)
+            yield from self._drawing
         if self._position[0] == epoch and self._start is None:
             self._start_epoch()
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Epoch, and samples consumed on all ranks."""
+        epoch, consumed = self._end
+        return epoch, consumed - self.num_replicas * operator.length_hint(self._drawing)
+
+    @_position.setter
+    def _position(self, position: tuple[int, int]) -> None:
+        self._end, self._drawing = position, iter(())
 
     def __repr__(self) -> str:
         length = known_length(self.dataset)
@@ -194,7 +212,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                     stacklevel=2,
                 )
             self._start = 0
-            self._dealt = (self._place.nodes, self.exchange)
+            self._dealt = (self._parts(), self.exchange)
         self.epoch = epoch
         self._advances = False
         self._position = (epoch, self._start)
@@ -212,7 +230,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self.epoch += 1
         self._begun = False
         self._start = 0
-        self._dealt = (self._place.nodes, self.exchange)
+        self._dealt = (self._parts(), self.exchange)
         self._position = (self.epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,7 +265,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
                 "load what state_dict() of a fastload.DistributedSampler returned"
             )
-        for name in ("version", "seed", "shuffle", "length"):
+        for name in ("version", "seed", "shuffle", "length", *(["window"] if "window" in own else [])):
             if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
@@ -261,7 +279,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self._start:
             self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
         else:
-            self._dealt = (self._place.nodes, self.exchange)
+            self._dealt = (self._parts(), self.exchange)
 
     # --- for a loader, which draws ahead
 
@@ -286,7 +304,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         None: it depends on more.
         """
         if state is None:
-            return Dealt(0, self._place.nodes, self.exchange)
+            return Dealt(0, self._parts(), self.exchange)
         return Dealt(state["consumed"], state["nodes"], state["exchange"])
 
     def _at_state(
@@ -314,7 +332,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             nodes = self._place.nodes
             again._place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
             again._column = _column(again._place)
-        again._dealt = dealt or (again._place.nodes, again.exchange)
+        again._dealt = dealt or (again._parts(), again.exchange)
         again.epoch, again._start, again._begun = epoch, consumed, False
         again._position = (epoch, consumed)
         return again
@@ -340,6 +358,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return False
+
+    def _parts(self) -> int:
+        """Return into how many parts the samples of an epoch are dealt before they are shuffled."""
+        return self._place.nodes
 
     def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
         """Return the samples in the order of an epoch; None: by index."""
@@ -370,7 +392,8 @@ class ShardSampler(DistributedSampler):
 
     While the shards are not indexed the dataset has no length, and the loader reads it as streams: the epoch
     and `shuffle` then decide the order of the shards, and each rank reads its own. Afterwards this is a
-    `DistributedSampler`.
+    `DistributedSampler`. Of a dataset with `batches="columns"` whose row groups are read as a whole, it
+    shuffles these, and their rows in a window of some of them; each rank reads row groups of its own.
 
     In an epoch of streams, too, mode "train" gives every rank equally many batches: a rank that has read its
     shards repeats its first samples (those of the next rank, if it has none) until the longest rank ends.
@@ -398,6 +421,7 @@ class ShardSampler(DistributedSampler):
     ) -> None:
         super().__init__((), num_replicas, rank, shuffle, seed, drop_last, mode=mode)
         self.dataset = dataset
+        self._dealt = (self._parts(), 0.0)
         del self.num_samples, self.total_size  # of (): see `__getattr__`
 
     def __len__(self) -> int:
@@ -433,6 +457,22 @@ class ShardSampler(DistributedSampler):
                 "shards are not indexed here: use the cache directory of that run, or give the dataset index "
                 "files"
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `DistributedSampler`; with the window, where the samples are shuffled in blocks."""
+        blocks = blocks_of(self.dataset)
+        return super().state_dict() | ({} if blocks is None else {"window": blocks.window})
+
+    def _parts(self) -> int:
+        # Each rank has blocks of its own. Without a shuffle the order is that of all samples.
+        shuffled = self.shuffle and blocks_of(self.dataset) is not None
+        return self.num_replicas if shuffled else super()._parts()
+
+    def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
+        blocks = blocks_of(self.dataset)
+        if blocks is None or not self.shuffle:
+            return super()._order(epoch, nodes, exchange)
+        return block_order(blocks, nodes, self.seed + epoch)
 
     def _length(self) -> int | None:
         try:

@@ -23,6 +23,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
+from fastload.fetch.reads import Source
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
@@ -247,7 +248,7 @@ class ShardDataset(StoreDataset):
 
     # --- what `StoreDataset` asks for
 
-    def _source(self) -> RecordSource:
+    def _source(self) -> Source:
         return RecordSource(self._indexed(), self._cache_key_at)
 
     def _indexed(self) -> IndexedShards:
@@ -319,7 +320,7 @@ class ShardDataset(StoreDataset):
         key, size, version, _ = self._shards[shard]
         return repr((self._shards.store.identity, key, size, version, self._numbering()))
 
-    def _cache_key_at(self, shard: int, offset: int) -> bytes:
+    def _cache_key_at(self, shard: int, offset: int | str) -> bytes:
         assert self.cache is not None
         beginnings = self._here.get().key_beginnings
         beginning = beginnings.get(shard)

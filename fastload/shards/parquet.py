@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastload.cache import Cache, as_cache
+from fastload.cache.codecs import Raw
 from fastload.checks import shorten_errors
+from fastload.datasets.columns import distinct
 from fastload.datasets.sample_fields import Shape
+from fastload.datasets.store_dataset import SOME, check_batches
+from fastload.datasets.views import note_prefetch
+from fastload.datasets.warm import ToRead, Warmed
 from fastload.errors import FastloadError
+from fastload.fetch.reads import Source
+from fastload.order.blocks import Blocks
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
@@ -23,6 +34,7 @@ from fastload.store.failures import Wait
 from fastload.store.node import ProcessLocal
 
 if TYPE_CHECKING:
+    from fastload.shards.column_groups import ColumnGroups, GroupSource
     from fastload.shards.row_groups import RowGroups, Rows
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
@@ -135,11 +147,19 @@ class ParquetDataset(ShardDataset):
             once if there is a cache.
         cycle_length: row groups open at once, by all workers of a rank together.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
+        batches: "rows", or "columns": the loader makes a batch without a Python object for each row. It is
+            the same batch, with a `Jagged` for a column of lists. Without decode= and transform=.
         cache, storage_options, listing_max_age: see `TarDataset`.
 
+    With `batches="columns"` an epoch is never streamed, and its order is known in advance, with the same
+    samples for any number of workers. `shuffle=True` shuffles the row groups, and their rows within a window
+    of `cycle_length` row groups, or fewer where these are larger than `shuffle_buffer`, and two at least. The
+    cache keeps row groups in Arrow's form, uncompressed. Refused are structs, files such as images, and lists
+    of lists of any length.
+
     Raises:
-        ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
-            not installed.
+        ArgumentError: a column is missing, or of a type that no sample or batch can have; files differ; or
+            pyarrow is not installed.
         DecodeError: a file is not Parquet, was cut, or is encrypted.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
@@ -153,6 +173,7 @@ class ParquetDataset(ShardDataset):
         decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
         filters: Sequence[Any] | None = None,
+        batches: str = "rows",
         cycle_length: int = 32,
         shuffle_buffer: int | str = "64MB",
         cache: Cache | str | os.PathLike[str] | None = None,
@@ -164,6 +185,7 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
         from fastload.shards.row_groups import ParquetFields
 
+        check_batches(batches, {"decode": decode, "transform": transform})
         shape = None if fields is None else Shape(fields)
         row_filter = None if filters is None else RowFilter(filters)
         streams = StreamOptions.of(cycle_length, shuffle_buffer)
@@ -172,26 +194,46 @@ class ParquetDataset(ShardDataset):
         wanted = None if shape is None else list(shape.leaves.values())
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
+        self.batches = batches
+        decoders = decode if isinstance(decode, Mapping) else {}
+        self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
+        if batches == "columns":
+            from fastload.shards.column_groups import forms_of
+
+            self._forms = forms_of(self._files.schema, named.columns)
         super().__init__(
             url,
             dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}"),
             shards,
-            ParquetFields(self._files.schema, shape, decode if isinstance(decode, Mapping) else {}),
+            named,
             decode=decode,
             transform=transform,
             streams=streams,
             cache=kept_in,
             read_index=self._files.index_rows,
         )
+        if batches == "columns":  # whatever the cache's mode does with images
+            self._set_payloads([self._payloads.with_codec(Raw())])
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        if self.batches == "rows":
+            super().prefetch(indices)
+            return
+        indices = list(indices)
+        note_prefetch(self, indices)
+        self._column_groups.get().request(self._numbers(indices))
 
     def close(self) -> None:
         super().close()
         self._groups.drop()
+        self._column_groups.drop()
 
     def _numbering(self) -> str:
         return super()._numbering() + self._files.digest
 
-    def _source(self) -> RecordSource:
+    def _source(self) -> Source:
+        if self.batches == "columns":
+            return self._group_source()
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
         return _RowSource(
@@ -213,3 +255,106 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import RowGroups
 
         return RowGroups(self._shards, self._files)
+
+    # --- batches="columns": row groups are read, and kept in the cache
+
+    def _must_stream(self) -> bool:
+        return self.batches == "rows" and super()._must_stream()
+
+    def _shuffle_blocks(self) -> Blocks | None:
+        """See `fastload.order.blocks.blocks_of`."""
+        return None if self.batches == "rows" else self._files.blocks(self._options)
+
+    def _objects_of(self, indices: Iterable[int]) -> Iterable[int]:
+        if self.batches == "rows":
+            return super()._objects_of(indices)
+        return distinct(self._column_groups.get().locate(self._numbers(indices))[0])
+
+    def _warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        if self.batches == "rows":
+            return super()._warm_shards(shards)
+        return self.warm(self._samples_of(shards))
+
+    def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
+        if self.batches == "rows":
+            return super()._left_to_warm_shards(shards)
+        return self._left_to_warm(self._samples_of(shards))
+
+    def _samples_of(self, shards: Iterable[int]) -> list[int]:
+        return [index for shard in shards for index in range(*self._firsts[shard : shard + 2])]
+
+    def _numbers(self, indices: Iterable[int]) -> NDArray[np.int64]:
+        """Return the rows of indices, which may count from the end."""
+        numbers = np.fromiter(indices, np.int64)
+        numbers[numbers < 0] += len(self)
+        return numbers
+
+    def _cancel(self, indices: Iterable[int]) -> None:
+        if self.batches == "rows":
+            super()._cancel(indices)
+        elif (groups := self._column_groups.peek()) is not None:
+            groups.cancel(self._numbers(indices))
+
+    def _outstanding(self) -> int:
+        if self.batches == "rows":
+            return super()._outstanding()
+        groups = self._column_groups.peek()
+        return 0 if groups is None else groups.outstanding()
+
+    def _get(self, record: int) -> Any:
+        if self.batches == "rows":
+            return super()._get(record)
+        shard, ordinal = RecordId.unpack(record)
+        return self._column_groups.get().record(self._firsts[shard] + ordinal)
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [0, *itertools.accumulate(self._index.counts())]
+
+    def _cache_key(self, record: int) -> bytes:
+        if self.batches == "rows":
+            return super()._cache_key(record)
+        return self._group_source().cache_key(record)
+
+    def _cache_keys(self, index: int) -> list[bytes]:
+        if self.batches == "rows":
+            return super()._cache_keys(index)
+        self._record(index)
+        return [self._cache_key(item) for item in self._objects_of([index])]
+
+    def _some_keys(self) -> list[bytes]:
+        if self.batches == "rows":
+            return super()._some_keys()
+        count = len(self._files.row_groups())
+        return [self._cache_key(number * count // SOME) for number in range(min(SOME, count))]
+
+    def _group_key(self, shard: int, group: int) -> bytes:
+        from fastload.shards.column_groups import FORM
+
+        return self._cache_key_at(shard, f"{FORM} {group}")
+
+    def _group_source(self) -> GroupSource:
+        from fastload.shards.column_groups import GroupSource
+
+        return GroupSource(self._shards, self._files, self._groups.get(), self._group_key)
+
+    def _column_source(self) -> ColumnGroups:
+        return self._column_groups.get()
+
+    @cached_property
+    def _column_groups(self) -> ProcessLocal[ColumnGroups]:
+        return ProcessLocal(self._new_column_groups)
+
+    def _new_column_groups(self) -> ColumnGroups:
+        from fastload.shards.column_groups import ColumnGroups
+
+        blocks = self._files.blocks(self._options)
+        return ColumnGroups(
+            self._groups.get(),
+            self._group_source(),
+            self._prefetchers.get(),
+            schema=self._files.schema,
+            forms=self._forms,
+            fields=self._named_fields.columns,
+            most_bytes=blocks.window * self._files.largest(),
+        )

@@ -32,7 +32,9 @@ from fastload.formats.parquet import (
     statistics,
 )
 from fastload.formats.sample import dump, load
+from fastload.order.blocks import Blocks
 from fastload.shards.catalog import ShardList
+from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.reader import Shard
 from fastload.shards.stream import Span
@@ -274,6 +276,13 @@ class ParquetFiles:
                     spans.append(Span(shard, first, stop))
                 first = stop
         return spans
+
+    def blocks(self, options: StreamOptions) -> Blocks:
+        """Return what `batches="columns"` shuffles: row groups, and how many of them are open at once."""
+        counts = tuple((span.stop or 0) - span.first for span in self.row_groups())
+        by_bytes = options.most_bytes // max(1, self.largest())
+        by_rows = options.most_records // max(1, *counts, 1)
+        return Blocks(counts, max(2, min(options.cycle_length, by_bytes, by_rows)))
 
     def largest(self) -> int:
         """Return the bytes of the largest row group."""

@@ -33,7 +33,7 @@ from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
 from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.parquet_files import ParquetFiles
+from fastload.shards.parquet_files import Numbers, ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.record_fields import NAME_IT
 from fastload.shards.stream import Span
@@ -180,18 +180,32 @@ class RowGroups:
         Raises:
             DecodeError: it is damaged.
         """
+        table = self.table(shard, group, pieces, wait)
+        first, places = self.places(shard, group)
+        return Rows(first, places.tolist(), row_columns(table))
+
+    def table(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Any:
+        """Return all rows of a row group as a `pyarrow.Table`. Raises as `decode`."""
         metadata, file = self._metadata(shard, wait), self._files.files[shard]
         with self._decoding:
             most = self._shards.store.reading.max_inflated
             size = self._shards[shard].size
             table = read_row_group(metadata, group, self._files.columns, pieces, size, most)
-        stops, first = file.row_stops(), int(file.rows[:group].sum())
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
+        return table
+
+    def places(self, shard: int, group: int) -> tuple[int, Numbers]:
+        """Return the samples of a row group: the number of the first one in its file, and their places in the
+        row group.
+        """
+        file = self._files.files[shard]
+        stop = int(file.row_stops()[group])
+        first = stop - int(file.rows[group])
         if file.chosen is None:
-            return Rows(first, list(range(len(table))), _columns(table))
-        begin, end = np.searchsorted(file.chosen, [first, stops[group]]).tolist()
-        return Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
+            return first, np.arange(stop - first)
+        begin, end = np.searchsorted(file.chosen, [first, stop])
+        return int(begin), file.chosen[begin:end] - first
 
     def _metadata(self, shard: int, wait: Wait) -> Any:
         """Return the metadata of a file, read once by this process unless it has dropped it."""
@@ -214,7 +228,8 @@ class RowGroups:
             self._footers[shard] = found
 
 
-def _columns(table: Any) -> dict[str, list[Any]]:
+def row_columns(table: Any) -> dict[str, list[Any]]:
+    """Return the values of a table by column. Raises `DecodeError` for a text that is not UTF-8."""
     columns = {}
     for name in table.column_names:
         try:
@@ -331,7 +346,7 @@ class RowGroupReader:
                 self._done.set_result(rows)
 
 
-def _is_file(kind: Any) -> bool:
+def is_file(kind: Any) -> bool:
     """Return whether a column has encoded files, such as images, with their paths."""
     if not pa.types.is_struct(kind) or {field.name for field in kind} != _FILE:
         return False
@@ -344,7 +359,7 @@ def _is_binary(kind: Any) -> bool:
 
 def column_values(column: Any) -> list[Any]:
     """Return the values of a column: views of binary ones; of a file its bytes, or else its path."""
-    if not _is_file(column.type):
+    if not is_file(column.type):
         return to_python(column, views=True)
     values = []
     for chunk in column.chunks:
@@ -365,6 +380,9 @@ class ParquetFields(RecordFields):
         shape: of the samples; None: a dict of all columns.
         decoders: column -> function that replaces the value.
 
+    Attributes:
+        columns: name of a field -> its column.
+
     Raises:
         ArgumentError: `decoders` names a column that is not read.
     """
@@ -377,21 +395,21 @@ class ParquetFields(RecordFields):
         self.shape = shape
         self._decoders = dict(decoders)
         self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
-        self._columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
-        unknown = sorted(self._decoders.keys() - set(self._columns.values()))
+        self.columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
+        unknown = sorted(self._decoders.keys() - set(self.columns.values()))
         if unknown:
             raise ArgumentError(
                 f"decode names {unknown[0]!r}, and the columns that are read are {', '.join(schema.names)}"
             )
         kinds = {field.name: field.type for field in schema}
-        self._files = [column for column, kind in kinds.items() if _is_file(kind)]
+        self._files = [column for column, kind in kinds.items() if is_file(kind)]
         self._numeric = {column for column, kind in kinds.items() if is_numeric(kind)}
-        binary = {column for column, kind in kinds.items() if _is_file(kind) or _is_binary(kind)}
+        binary = {column for column, kind in kinds.items() if is_file(kind) or _is_binary(kind)}
         self._may_be_images = [
-            name for name, column in self._columns.items() if column in binary - self._decoders.keys()
+            name for name, column in self.columns.items() if column in binary - self._decoders.keys()
         ]
         hugging_face = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
-        self._sure = {name for name in self._may_be_images if self._columns[name] in hugging_face}
+        self._sure = {name for name in self._may_be_images if self.columns[name] in hugging_face}
 
     @property
     def key(self) -> str:
@@ -399,7 +417,7 @@ class ParquetFields(RecordFields):
 
     def check(self, transform: Any) -> None:
         images = self._may_be_images[:1]  # a row's values say which
-        FieldTransforms(transform).check(list(self._columns), images, NAME_IT)
+        FieldTransforms(transform).check(list(self.columns), images, NAME_IT)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         row = load_row(payload)
@@ -410,13 +428,13 @@ class ParquetFields(RecordFields):
                     "the table again with the files in it (Hugging Face: push_to_hub, or "
                     "datasets.table.embed_table_storage)"
                 )
-        return {name: row[column] for name, column in self._columns.items()}
+        return {name: row[column] for name, column in self.columns.items()}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         return [name for name in self._may_be_images if self._is_image(name, fields[name])]
 
     def open(self, name: str, value: Any) -> Any:
-        column = self._columns[name]
+        column = self.columns[name]
         value = bytes(value) if isinstance(value, memoryview) else value
         decoder = self._decoders.get(column)
         if decoder is not None:

@@ -4,6 +4,7 @@ s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 phot
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
 labels.csv, the keys and labels (0, 1) of train/;
 parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
+clicks/{0,1}.parquet of 200 rows (user, price, items, vector);
 spectra/*.bin, 32 float32 numbers each;
 corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
 mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
@@ -62,6 +63,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = [f"{('cat', 'dog')[n % 2]}/{n:04d}.jpg,{n % 2}" for n in range(24)]
     (root / "labels.csv").write_text("\n".join(["image,label", *labels]))
     write_parquet(root / "parquet")
+    write_clicks(root / "clicks")
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
@@ -71,6 +73,19 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(FORMATS / "mds-gz", root / "mds")
     shutil.copytree(FORMATS / "lit-photos", root / "lit")
     return root
+
+
+def write_clicks(folder: Path) -> None:
+    folder.mkdir()
+    for file in range(2):
+        rows = range(200 * file, 200 * file + 200)
+        columns = {
+            "user": pa.array(rows),
+            "price": pa.array([row / 4 for row in rows], pa.float32()),
+            "items": pa.array([list(range(row % 4)) for row in rows]),
+            "vector": pa.array([[row, 1, 2, 3] for row in rows], pa.list_(pa.float32(), 4)),
+        }
+        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=50)
 
 
 def write_parquet(folder: Path) -> None:

@@ -30,6 +30,7 @@ RESULT = RESULTS / "compare-2026-11-21.json"
 SHORT = {
     "cache": [],
     "cold": ["--quick", "--images", "200"],
+    "columns": ["--rows", "20000", "--rounds", "1"],
     "compare": ["--quick"],
     "decode": ["--images", "16", "--rounds", "1"],
     "decoders": ["--device", "cpu", "--batch", "8", "--rounds", "1"],

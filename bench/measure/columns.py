@@ -1,0 +1,175 @@
+"""Rows a second of a table of numbers on one core: columns, rows, and what others make of the same file.
+
+    python -m bench columns [--rows 2000000] [--columns 20] [--batch 4096 16384 65536] [--rounds 5]
+                            [--python P] [--json]
+
+One Parquet file of float32 columns on the local disk, in row groups of 64,000
+rows; shuffled where the side can.
+Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads
+the file once to warm up (fastload fills its cache), and then once more, which counts: wall time, and the CPU
+time of the process and its workers. On a busy machine only the CPU time says something.
+
+    arrow              pyarrow's `iter_batches`: columns of Arrow, no tensors, no shuffle
+    arrow, tensors     the same, each column as a tensor; no shuffle
+    columns            fastload, batches="columns", from its cache, shuffled
+    columns, worker    the same with num_workers=1
+    table              `TableDataset(batches="columns")`, shuffled as a whole
+    rows               fastload as samples, from its cache, shuffled; of a twentieth of the rows
+    datasets           Hugging Face's `with_format("torch")` in torch's loader, shuffled; of a twentieth
+    datasets, batched  the same, asked for whole batches (`__getitems__`)
+
+P is a Python that has `datasets`; without it the last two are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+
+from bench.data import ROOT
+
+SIDES = (
+    "arrow",
+    "arrow, tensors",
+    "columns",
+    "columns, worker",
+    "table",
+    "rows",
+    "datasets",
+    "datasets, batched",
+)
+SLOW = ("rows", "datasets")
+_SHARE = 20  # the slow sides read a file of so many times fewer rows
+_CHILD = r"""
+import os, resource, sys, time
+side, path, cache, size = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+import torch
+torch.set_num_threads(1)
+
+def batches():
+    import pyarrow.parquet as pq
+    if side.startswith("arrow"):
+        for batch in pq.ParquetFile(path).iter_batches(size, use_threads=False):
+            if side == "arrow":
+                yield batch.num_rows
+            else:
+                made = {name: torch.from_numpy(column.to_numpy().copy())
+                        for name, column in zip(batch.schema.names, batch.columns)}
+                yield len(made["f0"])
+    else:
+        for batch in loader:
+            yield len(batch["f0"])
+
+loader = None
+if side in ("columns", "columns, worker", "rows", "table"):
+    import fastload
+    if side == "table":
+        import pyarrow.parquet as pq
+        table = pq.read_table(path)
+        dataset = fastload.TableDataset(table, {n: n for n in table.column_names}, batches="columns")
+    else:
+        kind = "rows" if side == "rows" else "columns"
+        dataset = fastload.ParquetDataset(path, batches=kind, cache=cache)
+    workers = int(side.endswith("worker"))
+    loader = fastload.DataLoader(dataset, size, shuffle=True, seed=1, num_workers=workers)
+elif side.startswith("datasets"):
+    import datasets
+    dataset = datasets.Dataset.from_parquet(path, cache_dir=cache).with_format("torch")
+    options = {}
+    if side.endswith("batched"):
+        class AtOnce(torch.utils.data.Dataset):
+            def __len__(self): return len(dataset)
+            def __getitems__(self, indices): return dataset[indices]
+        options = {"collate_fn": lambda batch: batch}
+        loader = torch.utils.data.DataLoader(AtOnce(), size, shuffle=True, **options)
+    else:
+        loader = torch.utils.data.DataLoader(dataset, size, shuffle=True)
+
+def used():
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+sum(batches())
+before, begin = used(), time.perf_counter()
+rows = sum(batches())
+print(rows, time.perf_counter() - begin, used() - before)
+"""
+
+
+def write(path: Path, rows: int, columns: int) -> None:
+    random = np.random.default_rng(0)
+    table = {f"f{number}": random.standard_normal(rows, dtype=np.float32) for number in range(columns)}
+    pq.write_table(pa.table(table), path, row_group_size=64_000)
+
+
+def run(side: str, python: str, path: Path, cache: Path, size: int) -> tuple[float, float]:
+    """Return (rows per second of wall time, of CPU time)."""
+    command = [python, "-c", _CHILD, side, str(path), str(cache), str(size)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows, wall, cpu = map(float, done.stdout.split())
+    return rows / wall, rows / cpu
+
+
+def show(results: dict[tuple[int, str], list[tuple[float, float]]]) -> Table:
+    table = Table(title="thousands of rows a second, medians")
+    for name in ("batch", "side", "wall", "CPU", "CPU, of arrow's"):
+        table.add_column(name, justify="left" if name == "side" else "right")
+    medians = {case: _medians(found) for case, found in results.items()}
+    for (size, side), (wall, cpu) in medians.items():
+        share = cpu / medians[size, "arrow"][1]
+        table.add_row(f"{size:,}", side, f"{wall / 1e3:,.1f}", f"{cpu / 1e3:,.1f}", f"{share:.3f}")
+    return table
+
+
+def _medians(found: list[tuple[float, float]]) -> tuple[float, float]:
+    wall, cpu = zip(*found, strict=True)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--columns", type=int, default=20)
+    parser.add_argument("--batch", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python", help="a Python with Hugging Face's datasets")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    sides = [side for side in SIDES if arguments.python or not side.startswith("datasets")]
+    results: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        whole, few = Path(scratch, "whole.parquet"), Path(scratch, "few.parquet")
+        write(whole, arguments.rows, arguments.columns)
+        write(few, max(1, arguments.rows // _SHARE), arguments.columns)
+        for _ in range(arguments.rounds):
+            for size in arguments.batch:
+                for side in sides:
+                    python = arguments.python if side.startswith("datasets") else sys.executable
+                    path = few if side in SLOW else whole
+                    done = run(side, python, path, Path(scratch, f"{side} of {path.stem}"), size)
+                    results.setdefault((size, side), []).append(done)
+    if arguments.json:
+        rows: list[dict[str, Any]] = [
+            {"batch": size, "side": side, "rounds": found} for (size, side), found in results.items()
+        ]
+        print(json.dumps({"rows": arguments.rows, "columns": arguments.columns, "results": rows}, indent=1))
+    else:
+        Console().print(show(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""`batches="columns"`: the rows of a batch are taken as columns, without a Python object for each row.
+
+    index batch ─▶ (chunk, row in it) of each sample ─▶ chunks, read ahead ─▶ take ─▶ columns of the batch
+
+A chunk has rows that are read together: a row group, or a table. A sample is what it is with
+`batches="rows"`, and so are its place in the order, its fingerprint and its errors. Only the batch is made in
+another way, and it equals the one that `default_collate` makes of the samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastload.datasets.store_view import StoreView
+from fastload.datasets.views import Allocate, RowErrors, RowRequests
+from fastload.errors import DecodeError
+
+Rows = NDArray[np.int64]
+Array = NDArray[Any]
+
+STEP = 2048  # rows whose numbers are turned into columns at a time: they stay in the processor's caches
+
+
+class Jagged(NamedTuple):
+    """Lists of different lengths, one for each row of a batch: a column of `batches="columns"`.
+
+    The list of row i is `values[offsets[i]:offsets[i + 1]]`.
+
+    Example::
+
+        batch["items"].values, batch["items"].offsets  # (items of all rows, ...), int64 (rows + 1,)
+        torch.nested.nested_tensor_from_jagged(*batch["items"])  # torch's own class for such columns
+
+    Attributes:
+        values: of all rows, one list after the other, in the dtype of the column.
+        offsets: int64, shape (rows + 1,).
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+class Form(NamedTuple):
+    """The form of a column in a batch.
+
+    Attributes:
+        dtype: of its tensor; None: it is a list of texts.
+        shape: of the value of a row, or of an item of its list.
+        jagged: a row has a list of any length.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+    jagged: bool = False
+
+
+Forms = Mapping[str, Form]
+
+
+class Fault(NamedTuple):
+    """Rows of a chunk that no batch can hold, of one column and for one reason."""
+
+    rows: NDArray[np.bool_]
+    name: str
+    why: str
+
+
+class Chunk(NamedTuple):
+    """Rows that are read together, by column.
+
+    Attributes:
+        packed: (names, array (rows, names)) of numbers of one dtype, row by row: a row is taken at once.
+        arrays: of columns of one shape, (rows, *shape).
+        lists: (values, offsets) of jagged columns.
+        texts: `pyarrow.Array`s.
+        faults: the rows that cannot be taken.
+        nbytes: of all.
+    """
+
+    packed: list[tuple[list[str], Array]]
+    arrays: dict[str, Array]
+    lists: dict[str, tuple[Array, Rows]]
+    texts: dict[str, Any]
+    faults: list[Fault]
+    nbytes: int
+
+
+class ColumnSource(Protocol):
+    """The rows of a dataset in one process, by index, from 0 on.
+
+    Attributes:
+        forms: of the columns, in the order of the batch.
+    """
+
+    forms: Forms
+
+    def request(self, rows: Rows) -> None:
+        """Start reading the chunks of these rows."""
+
+    def cancel(self, rows: Rows) -> None:
+        """Drop the chunks of these rows that were requested and are not here yet."""
+
+    def locate(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return of each row: the number of its chunk, and its place there."""
+
+    def chunk(self, number: int) -> Chunk:
+        """Return a chunk; it waits for it.
+
+        Raises:
+            FastloadError: it cannot be read, or is damaged: so is each of its rows.
+        """
+
+    def why_not(self, fault: Fault) -> str:
+        """Return the error of a row that no batch can hold, with what to do."""
+
+
+class ColumnBatch:
+    """A batch of which it is known where each row lies. Nothing is copied before `finish`."""
+
+    def __init__(self, rows: int, allocate: Allocate, forms: Forms) -> None:
+        self.allocate = allocate
+        self.forms = forms
+        self.chunks: list[Chunk] = []
+        self.chunk_of = np.zeros(rows, np.int64)
+        self.place_of = np.zeros(rows, np.int64)
+        self.index_of = np.zeros(rows, np.int64)  # of the dataset
+
+    def put(self, chunk: Chunk, rows: Rows, places: Rows) -> None:
+        """Let rows of the batch be those of a chunk."""
+        self.chunk_of[rows] = len(self.chunks)
+        self.place_of[rows] = places
+        self.chunks.append(chunk)
+
+    def copy_row(self, target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        for column in (self.chunk_of, self.place_of, self.index_of):
+            column[target] = column[source]
+
+    def finish(self) -> dict[str, Any]:
+        """Return the columns."""
+        parts = [(chunk, np.flatnonzero(self.chunk_of == number)) for number, chunk in enumerate(self.chunks)]
+        taken = [_Part(chunk, rows, self.place_of[rows]) for chunk, rows in parts if len(rows)]
+        made = self._packed(taken)
+        for name, form in self.forms.items():
+            if name in made:
+                continue
+            if form.dtype is None:
+                made[name] = self._texts(name, taken)
+            elif form.jagged:
+                made[name] = self._jagged(name, form, taken)
+            else:
+                made[name] = self._stacked(name, form, taken)
+        return {name: made[name] for name in self.forms}
+
+    def _new(self, form: Form, rows: int) -> torch.Tensor:
+        assert form.dtype is not None
+        return self.allocate((rows, *form.shape), form.dtype)
+
+    def _packed(self, taken: list[_Part]) -> dict[str, Any]:
+        """Return the columns of numbers that lie row by row in the chunks."""
+        made: dict[str, Any] = {}
+        count = len(self.chunk_of)
+        for number, (names, first) in enumerate(taken[0].chunk.packed if taken else ()):
+            table = np.empty((count, len(names)), first.dtype)
+            for part in taken:
+                _, values = part.chunk.packed[number]
+                if len(taken) == 1:
+                    values.take(part.places, axis=0, out=table, mode="clip")  # "raise" would copy
+                else:
+                    table[part.rows] = values[part.places]
+            tensors = [self._new(self.forms[name], count) for name in names]
+            columns = [tensor.numpy() for tensor in tensors]
+            for start in range(0, count, STEP):
+                some = table[start : start + STEP]
+                for position, column in enumerate(columns):
+                    column[start : start + STEP] = some[:, position]
+            made.update(zip(names, tensors, strict=True))
+        return made
+
+    def _stacked(self, name: str, form: Form, taken: list[_Part]) -> torch.Tensor:
+        tensor = self._new(form, len(self.chunk_of))
+        column = tensor.numpy()
+        for part in taken:
+            column[part.rows] = part.chunk.arrays[name][part.places]
+        return tensor
+
+    def _jagged(self, name: str, form: Form, taken: list[_Part]) -> Jagged:
+        offsets = self._new(Form(torch.int64), len(self.chunk_of) + 1)
+        stops = offsets.numpy()
+        stops[0] = 0
+        for part in taken:
+            _, bounds = part.chunk.lists[name]
+            stops[part.rows + 1] = bounds[part.places + 1] - bounds[part.places]
+        np.cumsum(stops, out=stops)
+        values = self._new(form, int(stops[-1]))
+        column = values.numpy()
+        for part in taken:
+            items, bounds = part.chunk.lists[name]
+            lengths = bounds[part.places + 1] - bounds[part.places]
+            column[_ranges(stops[part.rows], lengths)] = items[_ranges(bounds[part.places], lengths)]
+        return Jagged(values, offsets)
+
+    def _texts(self, name: str, taken: list[_Part]) -> list[Any]:
+        column = np.empty(len(self.chunk_of), object)
+        for part in taken:
+            column[part.rows] = part.chunk.texts[name].take(part.places).to_numpy(zero_copy_only=False)
+        return column.tolist()
+
+
+class _Part(NamedTuple):
+    """The rows of a batch that lie in one chunk."""
+
+    chunk: Chunk
+    rows: Rows
+    places: Rows
+
+
+def _ranges(starts: Rows, lengths: Rows) -> Rows:
+    """Return the numbers from each start on, `lengths` of them, one range after the other."""
+    stops = np.cumsum(lengths)
+    return np.arange(stops[-1] if len(stops) else 0) + np.repeat(starts - stops + lengths, lengths)
+
+
+class ColumnsView(StoreView):
+    """A `StoreDataset` whose batches are taken as columns."""
+
+    def made_by_kernel(self) -> bool:
+        return self.override is None  # no code of the user runs, and one process reads each chunk once
+
+    def writes(self) -> bool:
+        return self.override is None
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self.dataset.prefetch(indices)
+
+    def form(self) -> Any:
+        return repr(self._source.forms), self.dataset._builder.structure
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any:
+        return ColumnBatch(n, allocate, self._source.forms)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        self.dataset.counters.add("decode.samples", len(todo))
+        errors: RowErrors = []
+        rows, numbers = self._numbered(todo, errors)
+        batch.index_of[rows] = numbers
+        chunks, places = self._source.locate(numbers)
+        order = np.argsort(chunks, kind="stable")
+        bounds = np.flatnonzero(np.diff(chunks[order])) + 1
+        for some in np.split(order, bounds) if len(order) else ():
+            errors += self._fill_from(batch, int(chunks[some[0]]), rows[some], places[some])
+        return errors
+
+    def _numbered(self, todo: RowRequests, errors: RowErrors) -> tuple[Rows, Rows]:
+        """Return (rows of the batch, rows of the dataset) of the requests that have a sample."""
+        count = len(self.dataset)  # type: ignore[arg-type]
+        try:
+            pairs = np.fromiter(itertools.chain.from_iterable(todo), np.int64, 2 * len(todo)).reshape(-1, 2)
+            rows, indices = pairs.T
+        except (TypeError, ValueError, OverflowError):
+            indices = rows = np.empty(0, np.int64)
+        if not len(rows) or indices.min() < -count or indices.max() >= count:
+            known = []
+            for row, index in todo:
+                try:
+                    self.dataset._record(index)
+                    known.append((row, operator.index(index)))
+                except Exception as error:
+                    errors.append((row, error))
+            rows, indices = np.array(known, np.int64).reshape(-1, 2).T
+        return rows, indices % count
+
+    def _fill_from(self, batch: ColumnBatch, number: int, rows: Rows, places: Rows) -> RowErrors:
+        try:
+            chunk = self._source.chunk(number)
+        except DecodeError as error:
+            return [(row, self._own(batch, row, error)) for row in rows.tolist()]
+        except Exception as error:
+            return [(row, error) for row in rows.tolist()]
+        batch.put(chunk, rows, places)
+        errors: dict[int, Exception] = {}
+        for fault in chunk.faults:
+            for row in rows[fault.rows[places]].tolist():
+                errors.setdefault(row, self._own(batch, row, DecodeError(self._source.why_not(fault))))
+        return list(errors.items())
+
+    def _own(self, batch: ColumnBatch, row: int, error: DecodeError) -> Exception:
+        """Return the error of a chunk as that of one of its rows, which it names."""
+        own = copy.copy(error)
+        own.key = self.key(int(batch.index_of[row]))
+        return own
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return self.dataset[int(batch.index_of[row])]
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        batch.copy_row(target, source)
+
+    def finish_batch(self, batch: Any) -> Any:
+        with self.dataset.counters.timed("decode"):
+            return self.dataset._builder.batch_of(batch.finish())
+
+    @property
+    def _source(self) -> ColumnSource:
+        return self.dataset._column_source()
+
+
+def distinct(numbers: Iterable[int] | Rows) -> Sequence[int]:
+    """Return each number once, in the order in which they come first."""
+    array = np.asarray(numbers)
+    values, firsts = np.unique(array, return_index=True)
+    return values[np.argsort(firsts)].tolist()  # type: ignore[no-any-return]

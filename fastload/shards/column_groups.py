@@ -1,0 +1,257 @@
+"""Row groups as columns: read ahead as a whole, kept in the cache as Arrow's memory, and held while in use.
+
+    rows of a batch ─▶ their row groups ─▶ prefetcher: cache, or store ─▶ pyarrow ─▶ Arrow's IPC stream
+                                                                  cache, and `Chunk` that is held ◀┘
+
+The cache keeps all rows of a row group, whatever `filters=` leaves out, and only the columns that are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fastload.datasets.arrow_columns import column_form, make_chunk
+from fastload.datasets.columns import Chunk, Fault, Form, Forms, Rows, distinct
+from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.reads import Source
+from fastload.formats.sample import dump_row
+from fastload.shards.catalog import ShardList
+from fastload.shards.parquet_files import ParquetFiles
+from fastload.shards.row_groups import RowGroups, is_file, row_columns
+from fastload.store.base import Buffer
+from fastload.store.failures import Wait
+
+_log = logging.getLogger("fastload")
+
+FORM = "columns-1"  # of what the cache keeps: raise it when the same row group is kept as something else
+
+
+def forms_of(schema: Any, fields: Mapping[str, str]) -> Forms:
+    """Return the form of each field.
+
+    Args:
+        schema: of the columns that are read.
+        fields: name -> column.
+
+    Raises:
+        ArgumentError: no batch can hold a column.
+    """
+    for column in fields.values():
+        if is_file(schema.field(column).type):
+            raise ArgumentError(
+                f"column {column!r} has files, such as images, which batches='columns' does not decode: "
+                "leave it out with fields=, or use batches='rows'"
+            )
+    return {name: column_form(column, schema.field(column).type) for name, column in fields.items()}
+
+
+class GroupSource(Source):
+    """What is read are row groups, numbered over all files.
+
+    Args:
+        shards, files: of the dataset.
+        groups: reads row groups.
+        key: (shard, row group) -> cache key.
+    """
+
+    def __init__(
+        self,
+        shards: ShardList,
+        files: ParquetFiles,
+        groups: RowGroups,
+        key: Callable[[int, int], bytes],
+    ) -> None:
+        self.store = shards.store
+        self._shards, self._files, self._groups, self._key = shards, files, groups, key
+        self._spans = groups.spans()
+
+    def where(self, index: int) -> tuple[int, int]:
+        """Return the file of a row group, and its number there."""
+        span = self._spans[index]
+        return span.shard, self._groups.group_of(span.shard, span.first)
+
+    def name(self, index: int) -> str:
+        shard, group = self.where(index)
+        return f"{self._shards[shard].key}, row group {group}"
+
+    def size(self, index: int) -> int:
+        shard, group = self.where(index)
+        return int(self._files.files[shard].sizes[group])
+
+    def cache_key(self, index: int) -> bytes:
+        return self._key(*self.where(index))
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        shard, group = self.where(index)
+        try:
+            ranges = self._groups.ranges(shard, group, wait)
+            pieces = [(start, self._groups.read_range(shard, wait, start, stop)) for start, stop in ranges]
+            return _dumped(self._groups.table(shard, group, pieces, wait).select(self._files.columns))
+        except FastloadError as error:
+            error.key = self.name(index)
+            raise
+
+
+class ColumnGroups:
+    """The row groups of a dataset in one process. See `ColumnSource`.
+
+    Args:
+        groups, files: of the dataset.
+        source: reads row groups.
+        prefetcher: of this source.
+        forms: of the fields.
+        fields: name -> column.
+        most_bytes: what a window of row groups takes: twice as much is held.
+    """
+
+    def __init__(
+        self,
+        groups: RowGroups,
+        source: GroupSource,
+        prefetcher: Prefetcher,
+        *,
+        schema: Any,
+        forms: Mapping[str, Form],
+        fields: Mapping[str, str],
+        most_bytes: int,
+    ) -> None:
+        self.forms = forms
+        self._groups, self._source, self._prefetcher = groups, source, prefetcher
+        self._schema = schema
+        self._fields = fields
+        self._most_bytes = 2 * most_bytes
+        self._stops = np.cumsum([(span.stop or 0) - span.first for span in groups.spans()])
+        self._lock = threading.Lock()  # of all that follows
+        self._loading = threading.Lock()
+        self._held: dict[int, Chunk] = {}  # the one that was used last comes last
+        self._damaged: dict[int, DecodeError] = {}
+        self._requested: set[int] = set()
+        self._dropped: set[int] = set()
+        self._warned = False
+        self._table: tuple[int, Any] | None = None  # of which single rows were asked for
+
+    def request(self, rows: Rows) -> None:
+        with self._lock:
+            known = self._held.keys() | self._requested | self._damaged.keys()
+            missing = [number for number in distinct(self.locate(rows)[0]) if number not in known]
+            self._requested.update(missing)
+        if missing:
+            self._prefetcher.request(missing)
+
+    def cancel(self, rows: Rows) -> None:
+        numbers = set(distinct(self.locate(rows)[0]))
+        with self._lock:
+            unwanted = numbers & self._requested
+            self._requested -= unwanted
+        self._prefetcher.cancel(unwanted)
+
+    def outstanding(self) -> int:
+        """Return how many row groups were requested and are not held yet."""
+        return len(self._requested)
+
+    def locate(self, rows: Rows) -> tuple[Rows, Rows]:
+        chunks = np.searchsorted(self._stops, rows, side="right")
+        return chunks, rows - np.where(chunks > 0, self._stops[chunks - 1], 0)
+
+    def chunk(self, number: int) -> Chunk:
+        with self._loading:
+            with self._lock:
+                chunk = self._held.pop(number, None)
+                if chunk is not None:
+                    self._held[number] = chunk
+                    return chunk
+                if number in self._damaged:
+                    raise self._damaged[number]
+            try:
+                table = self._chosen(number, self._read(number))
+                columns = {name: table[column].combine_chunks() for name, column in self._fields.items()}
+                chunk = make_chunk(columns, self.forms, packed=True)
+            except DecodeError as error:
+                self._damaged[number] = error
+                raise
+            finally:
+                with self._lock:
+                    self._requested.discard(number)
+            self._hold(number, chunk)
+            return chunk
+
+    def record(self, row: int) -> memoryview:
+        """Return one row, as a record of `batches="rows"`."""
+        number, place = (int(each[0]) for each in self.locate(np.array([row])))
+        with self._loading:
+            if self._table is None or self._table[0] != number:
+                self._table = number, self._chosen(number, self._read(number))
+            row_table = self._table[1].slice(place, 1)
+        return dump_row({name: values[0] for name, values in row_columns(row_table).items()})
+
+    def why_not(self, fault: Fault) -> str:
+        return (
+            f"column {self._fields[fault.name]!r} {fault.why}, which no batch of numbers can hold: leave "
+            "such rows out with filters=, or the column with fields="
+        )
+
+    def _read(self, number: int) -> Any:
+        return _loaded(self._prefetcher.get(number), self._schema)
+
+    def _chosen(self, number: int, table: Any) -> Any:
+        shard, group = self._source.where(number)
+        _, places = self._groups.places(shard, group)
+        return table if len(places) == len(table) else table.take(pa.array(places))
+
+    def _hold(self, number: int, chunk: Chunk) -> None:
+        with self._lock:
+            size = chunk.nbytes
+            while self._held and sum(held.nbytes for held in self._held.values()) + size > self._most_bytes:
+                first = next(iter(self._held))
+                del self._held[first]
+                self._dropped.add(first)
+            self._held[number] = chunk
+            again = number in self._dropped
+            self._dropped.discard(number)
+        if again and not self._warned and len(self._held) < len(self._stops):
+            self._warn(number)
+
+    def _warn(self, number: int) -> None:
+        self._warned = True
+        _log.warning(
+            "%s is read again soon after it was used: the order of the loader asks for rows of more row "
+            "groups than %.0f MB hold. Leave the order to fastload.DataLoader(shuffle=True) or "
+            "fastload.ShardSampler, or raise shuffle_buffer=",
+            self._source.name(number),
+            self._most_bytes / 1e6,
+        )
+
+
+def _dumped(table: Any) -> memoryview:
+    """Return a table as Arrow's IPC stream, of one batch."""
+    sink = pa.BufferOutputStream()
+    table = table.replace_schema_metadata(None).combine_chunks()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return memoryview(sink.getvalue())
+
+
+def _loaded(payload: Any, schema: Any) -> Any:
+    """Return what `_dumped` wrote, over the same memory.
+
+    Raises:
+        DecodeError: it is of other columns, or damaged.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
+            if _types(stream.schema) != _types(schema):
+                raise DecodeError(f"a row group in the cache has the columns {stream.schema.names}")
+            return stream.read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DecodeError(f"a row group in the cache cannot be read: {error}") from error
+
+
+def _types(schema: Any) -> list[tuple[str, Any]]:
+    return [(field.name, field.type) for field in schema]
