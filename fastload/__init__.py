@@ -5,7 +5,6 @@ from fastload import DataLoader, ImageFolder
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +112,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"fastload.{name}")
     if name not in _HOME:
+        import difflib  # not before: it would slow every import
+
         near = difflib.get_close_matches(name, __all__, 1)
         instead = (
             f"did you mean {near[0]!r}" if near else "datasets and loaders take those of torch(vision) too"
