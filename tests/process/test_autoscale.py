@@ -189,11 +189,17 @@ def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **
     return loader
 
 
-SCRIPTS = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 4, 1, 4], [2, 1, 1, 3, 3, 1], [1]]
-
-
-@pytest.mark.parametrize("numbers", SCRIPTS, ids=str)
-@pytest.mark.parametrize(("persistent", "in_order"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("numbers", "persistent", "in_order"),
+    [
+        *(([1, 4, 1, 4], *options) for options in [(False, True), (True, False), (True, True)]),
+        ([1, 2, 3, 4], False, True),
+        ([4, 3, 2, 1], True, False),
+        ([2, 1, 1, 3, 3, 1], True, True),
+        ([1], False, True),
+    ],
+    ids=str,
+)
 def test_exactly_once_while_growing_and_parking(
     numbers: list[int], persistent: bool, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,8 +262,11 @@ def test_resume(then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [batch.tolist() for batch in other] == whole[12:]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("size", "most"), [(8, 6), (33_000_000, 2)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("size", "most", "persistent"),
+    [(8, 6, False), (8, 6, True), (33_000_000, 2, True)],
+    ids=["small", "small, persistent", "large"],
+)
 def test_workers_make_as_many_batches_ahead_as_they_may(
     size: int, most: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

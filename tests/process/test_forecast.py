@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.cli.demo.photos import make_dataset
 from fastload.datasets.cache_forecast import Forecast, Forecaster
-from fastload.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 40
@@ -125,8 +124,3 @@ def test_workers_say_it_once(photos: Path, tmp_path: Path) -> None:
         handler.close()
         dataset.close()
     assert (tmp_path / "log").read_text().count("of the samples will be kept") == 1
-
-
-def test_contains_needs_a_cache(photos: Path) -> None:
-    with pytest.raises(ArgumentError, match="cache="):
-        ObjectDataset(str(photos)).contains(0)

@@ -220,7 +220,7 @@ def test_bad_images_in_every_mode(
 # --- memory
 
 
-@every_mode
+@pytest.mark.parametrize("mode", ["raw", "dct", "decoded"])
 def test_memory_of_a_worker_is_flat(photos: Path, folder: Any, tmp_path: Path, mode: str) -> None:
     """Within 200 MB of its start plus its slots, and no more at the end of the last epoch than early on."""
 

@@ -177,7 +177,7 @@ def test_resumed_with_the_very_next_sample(before: int, after: int) -> None:
     """Also with other numbers of workers: the streams are those of the epoch's start, and so is the order."""
     whole = [[rows(batch) for batch in loader] for loader in [make(before)] * 2]
     last = len(whole[1])
-    for taken in (0, 1, 4, last - 1, last):
+    for taken in (0, 4, last):
         loader = make(before)
         assert len(list(loader)) == len(whole[0])
         iterator = iter(loader)

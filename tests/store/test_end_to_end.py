@@ -63,8 +63,7 @@ def seen(loader: DataLoader[Any]) -> list[str]:
     return [name for batch in loader for name in batch]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2, 4])
+@pytest.mark.parametrize(("num_workers", "shuffle"), [(0, False), (2, True), (4, True)])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_every_object_once_and_bit_identical(
     bucket: Bucket, tmp_path: Path, num_workers: int, shuffle: bool

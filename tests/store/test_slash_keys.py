@@ -92,14 +92,9 @@ def test_many_empty_objects_are_told_from_markers_by_pages_of_names() -> None:
         assert server.count(LIST) == 1 + 2 + 2  # the contact, the listing, and the directory by names
 
 
-def test_many_objects_with_extensions_cost_no_request_beside_the_pages() -> None:
-    with FaultServer({f"{i:04d}.jpg": b"x" for i in range(1500)}) as server:
-        assert len(sizes(open_store("s3://bucket", **server.options))) == 1500
-        assert len(server.requests) == server.count(LIST) == 3
-
-
-def test_many_objects_without_extensions_cost_no_request_beside_the_pages() -> None:
-    with FaultServer({f"{i:04d}": b"x" for i in range(1500)}) as server:
+@pytest.mark.parametrize("extension", ["", ".jpg"])
+def test_many_objects_cost_no_request_beside_the_pages(extension: str) -> None:
+    with FaultServer({f"{i:04d}{extension}": b"x" for i in range(1500)}) as server:
         assert len(sizes(open_store("s3://bucket", **server.options))) == 1500
         assert len(server.requests) == server.count(LIST) == 3
 

@@ -339,26 +339,22 @@ def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..
     assert limited.write(limited.key("x"), b"x" * 100)
 
 
-def test_queue_that_a_memory_limit_makes_small_is_written_before_it_is_full(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("records", "size", "limit"),
+    [(6, 100_000, 1_000_000), (writer_module.BATCH_RECORDS, 5, None)],
+    ids=["a memory limit makes the queue small", "small records fill a batch"],
+)
+def test_records_are_written_before_the_queue_lingers(
+    records: int, size: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "LINGER", PATIENCE)
-    monkeypatch.setattr(writer_module, "payload_limit", lambda: 1_000_000)
+    if limit is not None:
+        monkeypatch.setattr(writer_module, "payload_limit", lambda: limit)
     queue, began = writer_module.WriteQueue(), time.monotonic()
-    for i in range(6):
-        assert queue.put(Item(b"%d" % i, memoryview(bytes(100_000)), 0, None, Counters()))
+    for i in range(records):
+        assert queue.put(Item(b"%d" % i, memoryview(bytes(size)), 0, None, Counters()))
     batch = queue.take()
-    assert batch is not None and len(batch.items) == 6
-    assert time.monotonic() - began < PATIENCE / 2
-
-
-def test_small_records_that_fill_a_batch_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "LINGER", PATIENCE)
-    queue, began = writer_module.WriteQueue(), time.monotonic()
-    for i in range(writer_module.BATCH_RECORDS):
-        assert queue.put(Item(b"%d" % i, memoryview(b"small"), 0, None, Counters()))
-    batch = queue.take()
-    assert batch is not None and len(batch.items) == writer_module.BATCH_RECORDS
+    assert batch is not None and len(batch.items) == records
     assert time.monotonic() - began < PATIENCE / 2
 
 

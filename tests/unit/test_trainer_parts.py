@@ -341,16 +341,6 @@ def test_top5() -> None:
 # --- options
 
 
-@pytest.mark.parametrize("option", ["--resolution=64", "--model=small", "--label-smoothing=0.2"])
-def test_options_of_images_are_refused_without_images(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["nowhere", option])
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
-    options.parse(["nowhere", option], add_options=model.options)
-
-
 @pytest.mark.parametrize(
     ("given", "passes"),
     [
@@ -387,22 +377,6 @@ def test_a_measurement_of_the_ceiling_has_few_passes(
     for _ in range(2):
         ceilings(run, argparse.Namespace(after_first=(2, 1.0), waited=0.0))
     assert called == [(passes, updates)]
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--momentum=0.5", "unrecognized arguments: --momentum=0.5"),
-        ("--base-lr=1", "unrecognized arguments: --base-lr=1"),
-        ("--communication=dgc", "--communication dgc has its own optimizer"),
-    ],
-)
-def test_options_of_the_optimizer_are_refused_with_another_one(
-    option: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["nowhere", option], own_optimizer=True)
-    assert message in capsys.readouterr().err
 
 
 def test_the_schedule_is_a_factor_of_the_rates_of_an_own_optimizer() -> None:
@@ -444,20 +418,32 @@ def test_warm_up_ends_at_the_peak_with_another_batch() -> None:
     assert rate.at(3.5) == 8 and rate.at(2.5) == 7
 
 
+IMAGES, OWN = {"add_options": model.options}, {"own_optimizer": True}
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "what", "message"),
     [
-        (["--batch-by-epoch", "0:8"], "the batch of epoch 0 is --global-batch"),
-        (["--no-eval", "--target", "0.7"], "a target needs an evaluation"),
-        (["--simulate-gpu-rate", "9", "--target-top5", "0.7"], "a target needs an evaluation"),
-        (["--optimizer", "lars", "--nesterov"], "--nesterov is for --optimizer sgd"),
+        # of images, without images
+        *(
+            (f"--{option}", {}, f"unrecognized arguments: --{option}")
+            for option in ("model=small", "label-smoothing=0.2")
+        ),
+        # of the optimizer, with another one
+        ("--momentum=0.5", OWN, "unrecognized arguments: --momentum=0.5"),
+        ("--communication=dgc", OWN, "--communication dgc has its own optimizer"),
+        # what would do nothing
+        ("--batch-by-epoch 0:8", IMAGES, "the batch of epoch 0 is --global-batch"),
+        ("--no-eval --target 0.7", IMAGES, "a target needs an evaluation"),
+        ("--simulate-gpu-rate 9 --target-top5 0.7", IMAGES, "a target needs an evaluation"),
+        ("--optimizer lars --nesterov", IMAGES, "--nesterov is for --optimizer sgd"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_options_are_refused(
+    given: str, what: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        options.parse(["nowhere", *given], add_options=model.options)
+        options.parse(["nowhere", *given.split()], **what)
     assert message in capsys.readouterr().err
 
 
