@@ -1,9 +1,9 @@
 """Reader threads, and the limits of reading in one process: requests in flight, bytes ahead, second requests.
 
-Both numbers begin small and are found by measuring. More requests go out while that makes a consumer wait
-less, and fewer when the store asks for it. The bytes double while a consumer waits although nothing but they
-hold the next reads back: workers that decode as fast as the store answers keep the first budget, because more
-samples would only lie in memory.
+Requests and bytes begin small and are found by measuring. More requests go out while that makes a consumer
+wait less, and fewer when the store asks for it. The bytes double while a consumer waits although nothing but
+they hold the next reads back: workers that decode as fast as the store answers keep the first budget, because
+more samples would only lie in memory.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ class Crop(ABC):
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
     def as_sample(self, row: torch.Tensor) -> torch.Tensor:
-        """Return A row of a batch, as `__call__` gives it."""
+        """Return a row of a batch, as `__call__` gives it."""
         return row
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:

@@ -435,7 +435,7 @@ class Unindexed(np.ndarray[Any, np.dtype[np.uint8]]):
 
     @classmethod
     def of(cls, file: Source) -> Unindexed:
-        """Return A view of these bytes."""
+        """Return a view of these bytes."""
         return np.frombuffer(file, np.uint8).view(cls)
 
     def bind(self, write: Callable[[Any], object], give_up: Callable[[], object]) -> None:

@@ -87,7 +87,7 @@ class SampleRng:
         return _mix(self._state)
 
     def random(self) -> float:
-        """Return A float in [0, 1), a multiple of 2**-53."""
+        """Return a float in [0, 1), a multiple of 2**-53."""
         return (self.bits() >> 11) * 2.0**-53
 
     def integers(self, n: int) -> int:
@@ -95,11 +95,11 @@ class SampleRng:
         return (self.bits() * n) >> 64
 
     def uniform(self, low: float, high: float) -> float:
-        """Return A float between low and high."""
+        """Return a float between low and high."""
         return low + (high - low) * self.random()
 
     def log_uniform(self, low: float, high: float) -> float:
-        """Return A float between low and high whose logarithm is uniform."""
+        """Return a float between low and high whose logarithm is uniform."""
         return math.exp(self.uniform(math.log(low), math.log(high)))
 
 

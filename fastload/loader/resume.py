@@ -69,7 +69,7 @@ class IterationStart:
 
     @property
     def order_was_undone(self) -> bool:
-        """Return the draws of `iter(sampler)` were undone too, so that it has to be called again."""
+        """Return whether the draws of `iter(sampler)` were undone too, so that it has to be called again."""
         return self.drawn and self.resumed is None
 
     @contextlib.contextmanager
