@@ -86,7 +86,11 @@ def number(sample: Any) -> int:
 
 def _parts(batch: Any) -> list[Any]:
     if isinstance(batch, dict):
-        return list(batch.values())
+        lists = [value if isinstance(value, list) else [value] for value in batch.values()]
+        texts = [isinstance(value[0], str) for value in lists]
+        return [
+            part for value, text in zip(lists, texts, strict=True) for part in ([value] if text else value)
+        ]
     return list(batch) if isinstance(batch, tuple | list) and not isinstance(batch[0], str) else [batch]
 
 
@@ -125,6 +129,32 @@ def write_table(folder: Path, photo: Photo) -> None:
         rows = csv.writer(file)
         rows.writerow(("image", "mask", "label", "caption"))
         rows.writerows([f"photos/{n}.jpg", f"masks/{n}.png", n, f"photo {n}"] for n in range(COUNT))
+
+
+def write_packs(folder: Path, photo: Photo) -> None:
+    """The photos one behind the other in two objects, each between other bytes; and where they lie."""
+    rows = []
+    for pack, part in enumerate((range(9), range(9, COUNT))):
+        body = b""
+        for n in part:
+            body += b"before"
+            start, body = len(body), body + photo(n)
+            rows.append({"pack": f"{pack}.bin", "start": start, "stop": len(body), "label": n})
+        put(folder / f"{pack}.bin", body + b"behind")
+    put(folder / "table.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
+
+
+def write_lists(folder: Path, photo: Photo) -> None:
+    """Two photos a sample, and two parts of an object with its number."""
+    rows = []
+    for n in range(COUNT):
+        images = [f"{part}/{n}.jpg" for part in ("first", "second")]
+        for key in images:
+            put(folder / key, photo(n))
+        rows.append({"images": images, "starts": [2 * n, 2 * n + 100], "stops": [2 * n + 2, 2 * n + 102]})
+    put(folder / "numbers.bin", b"".join(b"%02d" % (n % 50) for n in range(100)))
+    rows = [row | {"numbers": "numbers.bin", "label": n} for n, row in enumerate(rows)]
+    put(folder / "table.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
 
 
 def write_tar(folder: Path, photo: Photo, *, index: bool = False) -> None:
@@ -249,6 +279,10 @@ def table(url: str, fields: Any, **options: Any) -> Any:
     return fastload.TableDataset(f"{url}/table.csv", fields, url=url, **options)
 
 
+def table_of_lines(url: str, fields: Any, **options: Any) -> Any:
+    return fastload.TableDataset(f"{url}/table.jsonl", fields, url=url, **options)
+
+
 def photo_number(data: bytes) -> int:
     return int(np.asarray(Image.open(io.BytesIO(data)))[8, 8, 2]) // 8
 
@@ -306,6 +340,12 @@ _COLUMNS = {"label": "label", "text": "text", "pair": "pair"}
 _PAIR = {"image": CROP, "mask": MASK}
 _IN_TABLE = {"image": File("photos/{label}.jpg"), "number": File("mask", decode=mask_number)}
 _IN_TAR = ("jpg", "txt", "json")
+_IN_PACK = (File("pack", range=("start", "stop")), "label")
+_IN_LISTS = {
+    "images": File("images"),
+    "numbers": File("numbers", range=("starts", "stops"), decode=int),
+    "label": "label",
+}
 _FEATURES = {"image": bytes, "label": int, "text": str}
 _NUMBERED = ("image", "label")
 
@@ -332,6 +372,22 @@ KINDS = [
         write_table,
         functools.partial(table, fields={"image": File("image"), "mask": File("mask")}),
         transform=_PAIR,
+    ),
+    Kind("ranges", write_packs, functools.partial(table_of_lines, fields=_IN_PACK)),
+    Kind(
+        "ranges, decode",
+        write_packs,
+        functools.partial(table_of_lines, fields=File("pack", range=("start", "stop"), decode=photo_number)),
+        transform=None,
+        own_photos=False,
+        modes=("raw", "dct", "auto", "decoded"),
+    ),
+    Kind(
+        "lists",
+        write_lists,
+        functools.partial(table_of_lines, fields=_IN_LISTS),
+        transform={"images": CROP},
+        modes=("raw", "dct", "auto", "decoded"),
     ),
     Kind(
         "tar", write_tar, functools.partial(fastload.TarDataset, fields=_IN_TAR), streamed=True, sharded=True

@@ -32,7 +32,9 @@ from torch.utils.data import default_collate
 
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
+from fastload.images.crop import Crop
 from fastload.images.decode import Oriented, decode_pil
+from fastload.images.rng import Rng
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -145,6 +147,14 @@ class SampleFields(ABC):
     def open_image(self, value: Any) -> Any:
         """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
         return decode_pil(value)
+
+    def transform_list(self, value: Any, crop: Crop, rng: Rng) -> list[Any]:
+        """Return the images of a field that is a list of these, by a fused transform.
+
+        Raises:
+            DecodeError: one is no image.
+        """
+        raise NotImplementedError
 
 
 def still_encoded(value: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -21,12 +21,14 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.checks import check_function, shorten_errors
+from fastload.checks import check_function, shorten_errors, whole_number
 from fastload.datasets.payloads import ObjectPayloads, known_images
 from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.images.crop import Crop
 from fastload.images.decode import find_format
+from fastload.images.rng import Rng
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
@@ -120,9 +122,10 @@ _OPENERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Picture(NamedTuple):
-    """An image that is to be decoded: its bytes, or pixels of the cache."""
+    """An image that is to be decoded: its bytes, or pixels of the cache; and its object in error messages."""
 
     source: Any
+    name: str = ""
 
 
 class FilePayloads(ObjectPayloads):
@@ -133,6 +136,7 @@ class FilePayloads(ObjectPayloads):
     Args:
         cache, decode: as of `ObjectPayloads`.
         transform: the first one of the objects.
+        whole: False for ranges of objects, of which no extension says what they are.
     """
 
     _way_out = "make a new dataset with this transform="
@@ -142,7 +146,10 @@ class FilePayloads(ObjectPayloads):
         cache: Cache | None,
         decode: Callable[..., Any] | None,
         transform: Callable[[Any], Any] | None,
+        *,
+        whole: bool = True,
     ) -> None:
+        self._whole = whole
         kept = images_kept(transform)
         known = Images.UNKNOWN if decode is not None or kept else known_images(transform)
         layout = ("kept",) if kept else ()
@@ -161,17 +168,20 @@ class FilePayloads(ObjectPayloads):
             payload = self._load(payload, readonly)
             if not isinstance(payload, bytes):
                 return Picture(self.codec.open(payload))
-        return Picture(payload) if _is_image(key, payload) else _opened(key, payload)
+        extension = self._extension(key)
+        return Picture(payload) if _is_image(extension, payload) else _opened(key, extension, payload)
 
     def _encode(self, payload: Any, key: str | None = None) -> Any:
         assert key is not None
-        if self._decode is None and (self._kept or not _is_image(key, payload)):
+        if self._decode is None and (self._kept or not _is_image(self._extension(key), payload)):
             return self._dump(bytes(payload))
         return super()._encode(payload, key)
 
+    def _extension(self, key: str) -> str:
+        return extension_of(key).lower() if self._whole else ""
 
-def _is_image(key: str, payload: Any) -> bool:
-    extension = extension_of(key).lower()
+
+def _is_image(extension: str, payload: Any) -> bool:
     if extension in IMAGES:
         return True
     if has_opener(extension):
@@ -183,8 +193,7 @@ def _is_image(key: str, payload: Any) -> bool:
     return True
 
 
-def _opened(key: str, payload: Any) -> Any:
-    extension = extension_of(key).lower()
+def _opened(key: str, extension: str, payload: Any) -> Any:
     if extension in PICKLES:
         raise DecodeError(
             "the object is a pickle, which can run any code: if you trust its author, pass a function that "
@@ -201,15 +210,26 @@ class File:
     object with another extension, or with none, is an image if it begins like one, and bytes otherwise. An
     image is for the fused transform, or is a `PIL.Image` in RGB.
 
+    With `range`, it is a part of an object: an image if it begins like one, and bytes otherwise. Parts are
+    read ahead and cached like objects. Those of one index batch that lie close together are read by one
+    request.
+
+    Where the column holds lists, the value in a sample is the list of these objects, which may be empty. As
+    torch has it, a batch of lists of one length is a list of columns; lists of other lengths are an error of
+    collation, and need a `collate_fn`. A fused transform takes each image of a list, and draws for each.
+
     Example::
 
         from fastload import File
 
         File("image")  # the column `image` has the keys
         File("masks/{id}.png", decode=len)  # masks/0001.png where the column `id` has 0001
+        File("video", range=("start", "stop"), decode=len)  # these bytes of the object
 
     Args:
         column: the column with the keys; or a pattern, with columns in braces.
+        range: (start, stop), the bytes [start, stop) of the object: columns, or ints. In a column of lists,
+            one for each object of the row.
         decode: bytes -> value; deterministic. With a parameter `key` it also gets the object's key.
 
     Raises:
@@ -217,11 +237,18 @@ class File:
     """
 
     @shorten_errors
-    def __init__(self, column: str, *, decode: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        column: str,
+        *,
+        range: tuple[int | str, int | str] | None = None,
+        decode: Callable[..., Any] | None = None,
+    ) -> None:
         if not isinstance(column, str):
             raise ArgumentError(f"File takes the name of a column, found {column!r}")
         check_function("decode", decode)
         self.column = column
+        self.range = None if range is None else _checked_range(column, range)
         self.decode = decode
         self._columns = [name for _, name in pattern_parts(column) if name is not None]
         if not self._columns:
@@ -232,8 +259,30 @@ class File:
         """The columns that make the key."""
         return list(self._columns)
 
+    @property
+    def range_columns(self) -> list[str]:
+        """The columns of `range`."""
+        return [edge for edge in self.range or () if isinstance(edge, str)]
+
+    @property
+    def range_text(self) -> str:
+        """What `range` is, in messages."""
+        return f"range={self.range!r} of File({self.column!r})"
+
     def __repr__(self) -> str:
-        return f"File({self.column!r}{'' if self.decode is None else f', decode={self.decode!r}'})"
+        part = "" if self.range is None else f", range={self.range!r}"
+        return f"File({self.column!r}{part}{'' if self.decode is None else f', decode={self.decode!r}'})"
+
+
+def _checked_range(column: str, edges: Any) -> tuple[int | str, int | str]:
+    """Return the argument `range` of a `File`. Raises `ArgumentError`."""
+    what = f"range of File({column!r})"
+    if not isinstance(edges, tuple | list) or len(edges) != 2:
+        raise ArgumentError(f"{what} must be (start, stop), each a column or a number, found {edges!r}")
+    start, stop = (edge if isinstance(edge, str) else whole_number(what, edge, least=0) for edge in edges)
+    if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+        raise ArgumentError(f"{what} must be (start, stop) with start < stop, found {edges!r}")
+    return start, stop
 
 
 def pattern_parts(pattern: str) -> list[tuple[str, str | None]]:
@@ -258,7 +307,7 @@ def pattern_parts(pattern: str) -> list[tuple[str, str | None]]:
 
 
 class FileLeaf(NamedTuple):
-    """A leaf that is an object: its name in a sample, and its way through the cache."""
+    """A leaf that is an object, or a list: its name in a sample, and its way through the cache."""
 
     name: str
     file: File
@@ -286,11 +335,36 @@ class Row(dict[str, Any]):
 
 
 class RowFields(SampleFields):
-    """The fields of a `Row`. All but images are as a sample has them."""
+    """The fields of a `Row`. All but images are as a sample has them.
+
+    Args:
+        lists: the fields that are lists of objects.
+    """
+
+    def __init__(self, lists: Collection[str]) -> None:
+        self._lists = lists
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         assert isinstance(fields, Row)
         return fields.images
+
+    def open(self, name: str, value: Any) -> Any:
+        if name not in self._lists:
+            return value
+        return [_named(item, self.open_image) if type(item) is Picture else item for item in value]
+
+    def transform_list(self, value: Any, crop: Crop, rng: Rng) -> list[Any]:
+        pictures = [item if type(item) is Picture else Picture(item) for item in value]
+        return [_named(picture, lambda source: crop.draw(source, rng)[0]) for picture in pictures]
+
+
+def _named(picture: Picture, make: Callable[[Any], Any]) -> Any:
+    """Return what is made of an image. An error carries the name of its object."""
+    try:
+        return make(picture.source)
+    except FastloadError as error:
+        error.key = picture.name or None
+        raise
 
 
 def transform_of(name: str, transform: Transform) -> Callable[[Any], Any] | None:

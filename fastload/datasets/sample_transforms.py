@@ -53,13 +53,16 @@ class FieldTransforms:
     Args:
         transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
             {field: either}.
+        lists: the fields that are lists of images. A fused transform takes each image of such a field. They
+            have no column in a batch, as their number differs from sample to sample.
 
     Raises:
         ArgumentError: a transform cannot be called.
     """
 
-    def __init__(self, transform: Transform) -> None:
+    def __init__(self, transform: Transform, lists: Collection[str] = ()) -> None:
         self.transform = transform
+        self._lists = lists
         self._masks_seen = False
         self._by_epoch: list[ByEpoch] = []
         # Names, what is current of the others, and what came of them. The threads of a loader share it.
@@ -98,6 +101,14 @@ class FieldTransforms:
         """The fused transforms of this epoch, by the name of their argument."""
         parts = ((name, current_transform(each)) for name, each in self._parts())
         return {name: each for name, each in parts if isinstance(each, Crop)}
+
+    @property
+    def list_crops(self) -> dict[str, Crop]:
+        """Those among them that take the images of lists, by field."""
+        if not self._lists or not isinstance(self.transform, Mapping):
+            return {}
+        parts = {name: current_transform(self.transform.get(name)) for name in self._lists}
+        return {name: each for name, each in parts.items() if isinstance(each, Crop)}
 
     @property
     def fills_rows(self) -> bool:
@@ -225,6 +236,7 @@ class FieldTransforms:
                     f"{name_of(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {ADVICE}"
                 )
             parts = {name: current_transform(each) for name, each in self.transform.items()}
+            parts = {name: each for name, each in parts.items() if name not in self._lists}
             crops = {name: each for name, each in parts.items() if isinstance(each, Crop)}
             self._warn_of_masks(fields, crops, images)
             return crops

@@ -29,7 +29,7 @@ from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop
 from fastload.images.encoded import EncodedBatch
-from fastload.images.rng import SampleSeeds
+from fastload.images.rng import Rng, SampleRng, SampleSeeds, TorchRng
 
 RowFailures = list[tuple[int, Exception]]  # (position among the rows that are filled, what went wrong)
 
@@ -94,6 +94,7 @@ class RowBatch:
         uneven: fields whose values differ in type or length: `default_collate` makes their columns.
         is_complete: all its columns are there before a row is.
         encoded: the column of the image is an `EncodedBatch`.
+        fused: it is for fused transforms; else all its columns are lists.
         odd: rows that have other fields than the batch.
     """
 
@@ -107,7 +108,7 @@ class RowBatch:
         self.numbers: dict[str, tuple[type, Any]] = {}
         self.uneven: set[str] = set()
         self.odd: list[int] = []
-        self.encoded = self.is_complete = False
+        self.encoded = self.is_complete = self.fused = False
 
 
 class SampleBuilder:
@@ -122,6 +123,7 @@ class SampleBuilder:
         values: fields that are not in the record.
         image: the one field of the record, which is an image in all samples; "": there is no record; None:
             the fields are known once the record is read.
+        lists: as of `FieldTransforms`.
     """
 
     def __init__(
@@ -133,8 +135,9 @@ class SampleBuilder:
         optional: Collection[str] = (),
         values: ValueColumns | None = None,
         image: str | None = None,
+        lists: Collection[str] = (),
     ) -> None:
-        self.transforms = FieldTransforms(transform)
+        self.transforms = FieldTransforms(transform, lists)
         check_cut_alike(transform)
         self._fields = fields
         self._shape = shape
@@ -187,7 +190,7 @@ class SampleBuilder:
             return value if of_sample is None else of_sample(value)
         fields = value if self._values is None else value | self._values.row(record)
         crops = self.transforms.crops_of(fields, self._fields.images)
-        rest = self._open(fields, crops)
+        rest = self._open(fields, crops, TorchRng())
         images = transform_together(crops, fields)
         made = {name: images[name] if name in images else rest[name] for name in fields}
         sample = self._shaped(made)
@@ -218,6 +221,7 @@ class SampleBuilder:
                 return None
         batch = RowBatch(n, allocate)
         batch.is_complete = self._image is not None
+        batch.fused = self.fused
         if self._image:
             batch.crops = {self._image: transforms.crop_for(self._image)}
             if encoded:
@@ -246,17 +250,17 @@ class SampleBuilder:
         if seeded is not None:
             seeded.begin_batch(todo.records[0])
         others = len(batch.values) < len(self._value_names)
-        for position, (row, record, fields) in enumerate(
-            zip(todo.rows, todo.records, todo.values, strict=True)
+        for position, (row, record, fields, seed) in enumerate(
+            zip(todo.rows, todo.records, todo.values, todo.seeds, strict=True)
         ):
             images: dict[str, Any] = {}
             try:
                 if others:
                     fields = fields | self._other_values(batch, record)
                 if seeded is None:
-                    images = self._fill_row(batch, row, fields)
+                    images = self._fill_row(batch, row, fields, seed)
                 else:
-                    images = seeded.call(record, self._fill_row, batch, row, fields)
+                    images = seeded.call(record, self._fill_row, batch, row, fields, seed)
                 groups.setdefault(tuple(images), []).append(position)
             except Exception as error:  # of the user's functions too: `on_error` decides
                 failures.append((position, error))
@@ -367,8 +371,11 @@ class SampleBuilder:
         crop = batch.crops[name]
         batch.columns[name] = batch.allocate((batch.rows, *crop.sample_shape), crop.dtype)
 
-    def _fill_row(self, batch: RowBatch, row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _fill_row(self, batch: RowBatch, row: int, fields: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Write all but the images into a row; returns these, still encoded.
+
+        Args:
+            seed: from which the images of lists are drawn.
 
         Raises:
             DecodeError: as `sample`.
@@ -378,7 +385,7 @@ class SampleBuilder:
         if len(crops) == len(fields) and self._image:  # there is nothing else
             batch.rest[row] = dict.fromkeys(fields)
             return dict(fields)
-        rest = self._open(fields, crops)
+        rest = self._open(fields, crops, SampleRng(seed))
         batch.rest[row] = {name: rest.get(name) for name in fields}
         own_columns = batch.columns.keys() - batch.values.keys()
         if not own_columns or batch.allocate is ordinary_memory:
@@ -401,7 +408,7 @@ class SampleBuilder:
                 self._add_image(batch, name)
             elif batch.allocate is ordinary_memory:
                 continue
-            elif name in self._optional or not crops:
+            elif name in self._optional or not batch.fused:
                 batch.columns[name] = [None] * batch.rows
             else:
                 column = new_column(rest[name], batch.rows, batch.allocate)
@@ -414,7 +421,7 @@ class SampleBuilder:
     def _put(self, batch: RowBatch, row: int, name: str, value: Any) -> bool:
         """Write a value into its row; False if the column was made for values unlike it."""
         column = batch.columns[name]
-        if name in self._optional or not batch.crops:
+        if name in self._optional or not batch.fused:
             column[row] = value
             return True
         number = batch.numbers.get(name)
@@ -440,15 +447,17 @@ class SampleBuilder:
     def _shaped(self, values: dict[str, Any]) -> Any:
         return values if self._shape is None else self._shape.sample(values)
 
-    def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:
-        """Return the fields that no fused transform takes, as a sample has them."""
+    def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop], rng: Rng) -> dict[str, Any]:
+        """Return the fields that have no column of images, as a sample has them."""
         assert self._fields is not None
-        images = self._fields.images(fields)
+        images, lists = self._fields.images(fields), self.transforms.list_crops
         rest = {
             name: self._fields.open_image(value) if name in images else self._fields.open(name, value)
             for name, value in fields.items()
-            if name not in crops
+            if name not in crops and name not in lists
         }
+        for name, crop in lists.items():
+            rest[name] = self._fields.transform_list(fields[name], crop, rng)
         for name, function in self.transforms.functions().items():
             if name in rest and (rest[name] is not None or name not in self._optional):
                 rest[name] = function(rest[name])

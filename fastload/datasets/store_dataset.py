@@ -181,8 +181,7 @@ class StoreDataset(Dataset[Any]):
         cache, source = self._cache_to_fill(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
         outcomes = warm(self._objects_of(indices), cache, prefetcher, key=self._cache_key, size=source.size)
-        count = self._objects_of_sample
-        return outcomes if count == 1 else (item._replace(sample=item.sample // count) for item in outcomes)
+        return (outcome._replace(sample=self._record_of(outcome.sample)) for outcome in outcomes)
 
     def prefetch(self, indices: Iterable[int]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
@@ -241,7 +240,7 @@ class StoreDataset(Dataset[Any]):
 
     # --- a layout supplies
 
-    _objects_of_sample = 1  # that are read; at least 1
+    _objects_of_sample = 1  # that are read, on average; at least 1
 
     @abstractmethod
     def _source(self) -> Source:
@@ -262,6 +261,10 @@ class StoreDataset(Dataset[Any]):
     def _column_source(self) -> ColumnSource:
         """Return the rows of this process; asked for with `batches="columns"`."""
         raise NotImplementedError
+
+    def _record_of(self, item: int) -> int:
+        """Return the record that an object is read for."""
+        return item
 
     @abstractmethod
     def _name(self, record: int) -> str:

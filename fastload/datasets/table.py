@@ -3,7 +3,7 @@
     row ─▶ values of the columns, from memory that all workers share ─────────┐
      └───▶ objects ─▶ prefetcher (cache, store) ─▶ payloads ─▶ values ────────┴─▶ sample or row of a batch
 
-An object is a number for the prefetcher: row * files of a sample + file.
+An object is a number for the prefetcher, see `RowObjects`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.checks import check_index, shorten_errors
 from fastload.datasets.payloads import settled
+from fastload.datasets.row_objects import RowObjects
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
 from fastload.errors import ArgumentError, FastloadError
+from fastload.fetch.ranges import RangeSource, record_name, split_name
 from fastload.fetch.reads import ObjectSource
-from fastload.images.rng import mix_all
 from fastload.store import open_store, with_budget
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery
@@ -44,6 +45,7 @@ _NO_IMAGE = (
     "write File('image') for the objects that the column 'image' names. Images inside a Parquet file are for "
     "fastload.ParquetDataset"
 )
+_NAME_LISTS = "name the list of images that it is for, as in transform={'images': CenterCrop(224)}"
 
 
 class TableDataset(StoreDataset):
@@ -129,7 +131,7 @@ class TableDataset(StoreDataset):
             FileLeaf(
                 name,
                 leaf,
-                FilePayloads(kept_in, leaf.decode, transform_of(name, transform)),
+                FilePayloads(kept_in, leaf.decode, transform_of(name, transform), whole=leaf.range is None),
             )
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
@@ -138,6 +140,12 @@ class TableDataset(StoreDataset):
             raise ArgumentError(
                 "batches='columns' makes no samples, and fields names files of samples "
                 f"({self._files[0].name!r}): leave them out, or leave out batches="
+            )
+        self._has_ranges = any(leaf.file.range is not None for leaf in self._files)
+        if self._has_ranges and on_change != "error":
+            raise ArgumentError(
+                "on_change='refresh' reads the new version of an object, and ranges are those of the version "
+                "that was indexed: leave it out, and make the index again when objects change"
             )
         of_objects = {"url": self.url, "cache": kept_in}
         if not isinstance(table, str | os.PathLike):
@@ -165,28 +173,34 @@ class TableDataset(StoreDataset):
                 "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
             )
         from fastload.datasets.arrow import TableColumns
-        from fastload.datasets.table_files import object_keys, read_table
+        from fastload.datasets.table_files import read_table
+        from fastload.datasets.table_objects import table_objects
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
-        named = {column for leaf in self._files for column in leaf.file.columns}
+        files = [leaf.file for leaf in self._files]
+        named = {column for file in files for column in file.columns}
+        edges = {column for file in files for column in file.range_columns}
         table_is_remote = isinstance(table, str) and "://" in table
         of_table = options if table_is_remote or not self._files else {}
-        chosen = read_table(table, sorted(named | set(values.values())), named, of_table)
+        columns = sorted(named | edges | set(values.values()))
+        chosen = read_table(table, columns, named - edges, of_table)
         if not chosen.num_rows:
             raise ArgumentError("the table has no rows")
         self._count: int = chosen.num_rows
         self._columns: TableColumns | None = None
+        self._rows = RowObjects(self._count, ())
         if values:
             self._columns = TableColumns.of(chosen.select(list(values.values())).rename_columns(list(values)))
             if self.batches == "columns":
                 self._column_source()  # refuses columns that no batch can hold
         if self._files:
             read_from = os.fspath(table) if isinstance(table, str | os.PathLike) else ""
-            root, keys = object_keys([leaf.file.column for leaf in self._files], chosen, self.url, read_from)
+            root, keys, self._rows = table_objects(files, chosen, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
-            self._distinct = len(set(keys))
             self._manifest = listings.open(self._store, ListingQuery(keys=Keys(keys)))
             self._listings = listings
+            self._rows.check_ends(files, self._manifest)
+            self._distinct = self._rows.count_distinct(keys)
 
     def __len__(self) -> int:
         return self._count
@@ -205,17 +219,26 @@ class TableDataset(StoreDataset):
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
         """Return key -> indices of the samples that have it, as `key` gives it."""
-        if not self._files:
-            numbers = {key: key.removeprefix("row ") for key in keys if key.startswith("row ")}
-            return {
-                key: [int(number)]
-                for key, number in numbers.items()
-                if number.isdecimal() and key == f"row {int(number)}" and int(number) < self._count
-            }
-        count = len(self._files)
-        objects = self._manifest.find(keys)
-        firsts = {key: [item // count for item in ones if item % count == 0] for key, ones in objects.items()}
-        return {key: rows for key, rows in firsts.items() if rows}
+        rows = {key: self._numbered_row(key) for key in keys}
+        if self._files:
+            named = {key: split_name(key) if self._has_ranges else (key, None) for key in rows}
+            objects = self._manifest.find([key for key, _ in named.values()])
+            for name, (key, start) in named.items():
+                items = [item for item in objects.get(key, ()) if self._names_row(item, start)]
+                rows[name] += [self._rows.place(item).row for item in items]
+        return {key: numbers for key, numbers in rows.items() if numbers}
+
+    def _numbered_row(self, key: str) -> list[int]:
+        """Return the row that has no object, and is named "row N"; none for another name."""
+        number = key.removeprefix("row ")
+        is_row = number.isdecimal() and key == f"row {int(number)}" and int(number) < self._count
+        return [int(number)] if is_row and not self._objects(int(number)) else []
+
+    def _names_row(self, item: int, start: int | None) -> bool:
+        """Return whether an object is the first of its row, and is read from `start` on (None: all of it)."""
+        part = self._rows.range_of(item)
+        is_first = item == self._objects(self._rows.place(item).row)[0]
+        return is_first and start == (None if part is None else part[0])
 
     # --- the layout
 
@@ -223,7 +246,10 @@ class TableDataset(StoreDataset):
 
     @property
     def _objects_of_sample(self) -> int:  # type: ignore[override]
-        return max(1, len(self._files))
+        return max(1, -(-len(self._rows) // self._count)) if self._files else 1
+
+    def _record_of(self, item: int) -> int:
+        return self._rows.place(item).row
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
         return (self._listings, self._manifest) if self._files else None
@@ -239,9 +265,8 @@ class TableDataset(StoreDataset):
             return self._columns.places(records)
         if self._columns is not None:
             numbers += self._columns.identities(records)
-        for file in range(len(self._files)):
-            mix_all(numbers)
-            numbers += self._manifest.identities(records * len(self._files) + file)
+        if self._files:
+            self._rows.mix(numbers, records, self._manifest)
         return numbers
 
     def prefetch(self, indices: Iterable[int]) -> None:
@@ -262,6 +287,8 @@ class TableDataset(StoreDataset):
         return OneChunk(self._columns.arrays)
 
     def _source(self) -> ObjectSource:
+        if self._has_ranges:
+            return RangeSource(self._store, self._manifest, key=self._cache_key, range_of=self._rows.range_of)
         return ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
 
     def _record(self, index: int) -> int:
@@ -270,18 +297,24 @@ class TableDataset(StoreDataset):
 
     def _objects(self, record: int) -> range:
         """Return the objects of a row, in the order of the fields."""
-        return range(record * len(self._files), (record + 1) * len(self._files))
+        return self._rows.of_row(record)
 
     def _name(self, record: int) -> str:
-        return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"
+        objects = self._objects(record)
+        if not objects:
+            return f"row {record}"
+        part = self._rows.range_of(objects[0]) if self._has_ranges else None
+        return record_name(self._manifest.key(objects[0]), None if part is None else part[0])
 
     def _cache_key(self, item: int, version: str | None = None) -> bytes:
         """Return the cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
-        manifest, payloads = self._manifest, self._files[item % len(self._files)].payloads
+        manifest, file = self._manifest, self._rows.place(item).file
+        payloads, part = self._files[file].payloads, self._rows.range_of(item, file)
         version = manifest.version(item) if version is None else version
+        parts = () if part is None else (f"bytes={part[0]}-{part[1]}",)
         return self.cache.key(
-            self._store.identity, manifest.key(item), version, *payloads.key, codec=payloads.codec
+            self._store.identity, manifest.key(item), version, *parts, *payloads.key, codec=payloads.codec
         )
 
     def _some_keys(self) -> list[bytes]:
@@ -292,7 +325,8 @@ class TableDataset(StoreDataset):
     @property
     def _total_bytes(self) -> int:
         """Of the objects that differ."""
-        return self._manifest.total_bytes * self._distinct // max(1, len(self._manifest))
+        total = int(self._rows.sizes(self._manifest).sum())
+        return total * self._distinct // max(1, len(self._manifest))
 
     @property
     def _all_payloads(self) -> list[Any]:
@@ -308,7 +342,7 @@ class TableDataset(StoreDataset):
             return None
 
         def encode(payload: Any, item: int) -> Any:
-            encoder = encoders[item % len(encoders)]
+            encoder = encoders[self._rows.place(item).file]
             return payload if encoder is None else encoder(payload, self._manifest.key(item))
 
         return encode
@@ -329,30 +363,46 @@ class TableDataset(StoreDataset):
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
         """Return a row's payloads -> the fields of a sample that are objects."""
-        row = Row()
-        for item, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
-            try:
-                value = leaf.payloads.open(content, self._manifest.key(item), readonly=readonly)
-            except FastloadError as error:
-                error.key = self._object_name(item)
-                raise
-            if type(value) is Picture:
+        row, left = Row(), iter(payload)
+        for file, (leaf, form) in enumerate(zip(self._files, self._rows.forms, strict=True)):
+            items = self._rows.of_file(record, file)
+            values = [self._opened(leaf, item, next(left), readonly=readonly) for item in items]
+            if form.is_list:
+                row[leaf.name] = values
+            elif type(values[0]) is Picture:
                 row.images.append(leaf.name)
-                value = value.source
-            row[leaf.name] = value
+                row[leaf.name] = values[0].source
+            else:
+                row[leaf.name] = values[0]
         return row
+
+    def _opened(self, leaf: FileLeaf, item: int, content: Any, *, readonly: bool) -> Any:
+        try:
+            value = leaf.payloads.open(content, self._manifest.key(item), readonly=readonly)
+        except FastloadError as error:
+            error.key = self._object_name(item)
+            raise
+        return value._replace(name=self._object_name(item)) if type(value) is Picture else value
 
     def _object_name(self, item: int) -> str:
         """Return an object in error messages."""
-        row, number = divmod(item, len(self._files))
-        return f"{self._manifest.key(item)} ({self._files[number].name} of row {row})"
+        row, file, position = self._rows.place(item)
+        leaf, part = self._files[file], self._rows.range_of(item, file)
+        place = f"[{position}]" if self._rows.forms[file].is_list else ""
+        name = record_name(self._manifest.key(item), None if part is None else part[0])
+        return f"{name} ({leaf.name}{place} of row {row})"
 
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         image = None if self._files else ""
-        builder = SampleBuilder(RowFields(), transform, self._shape, values=self._columns, image=image)
-        images = [leaf.name for leaf in self._files if leaf.file.decode is None]
+        forms = zip(self._files, self._rows.forms, strict=True)
+        lists = [leaf.name for leaf, form in forms if form.is_list]
+        builder = SampleBuilder(
+            RowFields(lists), transform, self._shape, values=self._columns, image=image, lists=lists
+        )
         files = [leaf.name for leaf in self._files]
-        builder.transforms.check(list(self._shape.leaves), images, _NO_IMAGE, named=files)
+        images = [leaf.name for leaf in self._files if leaf.file.decode is None and leaf.name not in lists]
+        way_out = _NAME_LISTS if lists else _NO_IMAGE
+        builder.transforms.check(list(self._shape.leaves), images, way_out, named=files)
         return builder
 
     def _check_transform(self, transform: Transform) -> None:

@@ -11,6 +11,7 @@ each beside a decoding thread, asyncio 0.30 ms and uvloop 0.21 ms.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.errors import StoreError
+from fastload.errors import FastloadError, StoreError
 from fastload.fetch import threads
 from fastload.fetch.queues import DeferredReads, ReaderQueues
 from fastload.fetch.reads import Read, Request, SampleReads, Source
@@ -101,7 +102,7 @@ class Prefetcher:
                     known.wanted += 1
         reads = [self._new_read(index) for index in new]
         self._samples.look_up(reads)
-        requests = [request for read in reads if read.entry is None for request in self._plan(read)]
+        planned = self._samples.plan([read for read in reads if read.entry is None])
         with self._work:
             for read in reads:
                 known = self._reads.setdefault(read.index, read)
@@ -109,10 +110,11 @@ class Prefetcher:
                     read.wanted = new[read.index]
                 else:  # another thread has requested it meanwhile
                     known.wanted += new[read.index]
-            requests = [request for request in requests if self._reads[request.read.index] is request.read]
+            ours = (request.without(lambda read: self._reads[read.index] is not read) for request in planned)
+            requests = [request for request in ours if request is not None]
             self._queues.add(requests, reader)
             if requests:
-                self._queues.open_with({request.read for request in requests})
+                self._queues.open_with({read for request in requests for read in request.reads})
             self._wake(len(self._queues))
         self._samples.drain_counters()
 
@@ -198,9 +200,6 @@ class Prefetcher:
     def _new_read(self, index: int) -> Read:
         return Read(index, self._source.size(index))
 
-    def _plan(self, read: Read) -> list[Request]:
-        return [Request(read, start, stop) for start, stop in self._samples.plan(read)]
-
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
         read = self._new_read(index)
@@ -235,7 +234,7 @@ class Prefetcher:
     def _advance(self, read: Read) -> None:
         """Let a read that a consumer waits for be next: in its queue it may lie behind later samples."""
         if not self._queues.advance(read) and not read.started:  # Ctrl-C came while it was announced
-            self._queues.add(self._plan(read), None)
+            self._queues.add(self._samples.plan([read]), None)
             self._queues.advance(read)
 
     def _is_late(self, read: Read, hedging: Hedging) -> bool:
@@ -288,11 +287,14 @@ class Prefetcher:
             del request  # an idle thread holds no payload
 
     def _make_request(self, request: Request) -> None:
+        if request.others:
+            self._make_group(request)
+            return
         read, start = request.read, time.monotonic()
         payload, error = None, None
         try:
             if self._samples.reserve(read):
-                payload = self._samples.read(*request)
+                payload = self._samples.read(read, request.start, request.stop)
             elif (payload := self._samples.found_meanwhile([read])[0]) is None:
                 self._defer(request)
                 return
@@ -300,6 +302,38 @@ class Prefetcher:
             error = caught
             self._samples.release(read)
         self._finish(read, payload, error, time.monotonic() - start)
+
+    def _make_group(self, request: Request) -> None:
+        """Read a group by one request, without those of it that another run is reading."""
+        start = time.monotonic()
+        results: dict[Read, Any] = {}  # the sample; its error; None: another run is reading it
+        reads = [read for read in request.reads if not read.done]
+        try:
+            ours = [read for read in reads if self._samples.reserve(read)]
+            others = [read for read in reads if read not in ours]
+            results.update(zip(others, self._samples.found_meanwhile(others) if others else (), strict=True))
+            results.update(zip(ours, self._samples.read_group(ours) if ours else (), strict=True))
+        except BaseException as error:
+            # Each gets its own: whoever handles one writes the name of a sample into it.
+            own = copy.copy if isinstance(error, FastloadError) else _as_it_is
+            results |= {read: own(error) for read in reads if read not in results}
+        for read, result in results.items():
+            if isinstance(result, BaseException):
+                self._samples.release(read)
+        self._finish_group(results, time.monotonic() - start)
+
+    def _finish_group(self, results: dict[Read, Any], seconds: float) -> None:
+        with self._done:
+            self._request_ended(seconds)
+            for read, result in results.items():
+                if isinstance(result, BaseException):
+                    self._complete(read, None, result)
+                elif result is not None:
+                    self._complete(read, result, None)
+                else:
+                    self._queues.passed(read)
+                    self._deferred.add(Request(read, 0, read.size))
+            self._work.notify()
 
     def _next_request(self) -> Request | None:
         with self._work:
@@ -336,12 +370,15 @@ class Prefetcher:
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
         """Note that a request has ended: `payload` is the sample, or None while others are missing."""
         with self._done:
-            self._queues.requests -= 1
-            self.limiter.finished(seconds)
-            self._deferred.measured(seconds)
-            if self._hedging is not None:
-                self._hedging.finished(seconds)
+            self._request_ended(seconds)
             self._complete(read, payload, error)
+
+    def _request_ended(self, seconds: float) -> None:
+        self._queues.requests -= 1
+        self.limiter.finished(seconds)
+        self._deferred.measured(seconds)
+        if self._hedging is not None:
+            self._hedging.finished(seconds)
 
     def _complete(self, read: Read, payload: Any, error: BaseException | None) -> None:
         """Do as `_finish` for a read that has no request in flight. The lock is held."""
@@ -365,3 +402,7 @@ class Prefetcher:
                 self.limiter.slow_down(time.monotonic())
         if self._closing.wait(seconds):
             raise error
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    return error

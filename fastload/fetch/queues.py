@@ -73,7 +73,8 @@ class ReaderQueues:
             if queue is None:
                 queue = self._queues[reader] = ReaderQueue()
                 self._order.append(queue)
-            request.read.queue = queue
+            for read in request.reads:
+                read.queue = queue
             queue.requests.append(request)
 
     def open_with(self, reads: set[Read]) -> None:
@@ -119,16 +120,16 @@ class ReaderQueues:
         if read.queue is None:
             return False
         queue = read.queue
-        requests = [request for request in queue.requests if request.read is read]
+        requests = [request for request in queue.requests if read in request.reads]
         if requests:
-            others = [request for request in queue.requests if request.read is not read]
+            others = [request for request in queue.requests if read not in request.reads]
             queue.requests = deque(requests + others)
             self._move_up(queue)
         return bool(requests)
 
     def is_next(self, read: Read) -> bool:
         """Return whether its requests stand before all others."""
-        return bool(self._order and (requests := self._order[0].requests)) and requests[0].read is read
+        return bool(self._order and (requests := self._order[0].requests)) and read in requests[0].reads
 
     def startable(self) -> ReaderQueue | None:
         """Return the queue whose first request may begin now, or None: others have to end first."""
@@ -136,10 +137,12 @@ class ReaderQueues:
             return None
         for queue in list(self._order):
             requests = queue.requests
-            while requests and requests[0].read.is_over:
+            while requests and (left := requests[0].without(lambda read: read.is_over)) is None:
                 requests.popleft()
-            if requests and self._is_due(requests[0].read) and self._has_room(queue, requests[0].read):
-                return queue
+            if requests and left is not None:
+                requests[0] = left
+                if any(map(self._is_due, left.reads)) and self._has_room(queue, left):
+                    return queue
             if not requests and not queue.held:
                 self._order.remove(queue)
                 self._queues = {reader: other for reader, other in self._queues.items() if other is not queue}
@@ -149,11 +152,11 @@ class ReaderQueues:
         """Take the first request of a startable queue; it and its bytes count from now on."""
         request = queue.requests.popleft()
         self.requests += 1
-        read = request.read
-        if not read.started:
-            read.started = now
-            self.held += read.size
-            _queue_of(read).held += read.size
+        for read in request.reads:
+            if not read.started:
+                read.started = now
+                self.held += read.size
+                _queue_of(read).held += read.size
         return request
 
     def let_go(self, read: Read) -> None:
@@ -177,11 +180,11 @@ class ReaderQueues:
             return True
         return read.started > 0 or read.awaited
 
-    def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
+    def _has_room(self, queue: ReaderQueue, request: Request) -> bool:
         # A read that a consumer waits for ignores the budget: its holders may be delivered only after it.
-        if read.started or read.awaited or queue.held == 0:
+        if queue.held == 0 or any(read.started or read.awaited for read in request.reads):
             return True
-        return read.size <= self._room(queue, read.size)
+        return request.size <= self._room(queue, request.read.size)
 
     def _room(self, queue: ReaderQueue, size: int) -> int:
         """Return the bytes that reads of a queue may begin, where the next one has this size."""

@@ -61,12 +61,20 @@ class Source(Protocol):
         """Return the bytes of one of its ranges."""
         raise RuntimeError("the sample has no ranges")
 
+    def groups(self, indices: list[int]) -> list[list[int]]:
+        """Return the samples in groups, each of which is read by one request; in the order of the first."""
+        return [[index] for index in indices]
+
+    def read_group(self, indices: list[int], wait: Wait) -> list[Buffer]:
+        """Return the bytes of each sample of a group, by one request."""
+        raise RuntimeError("the samples have no groups")
+
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
         raise error
 
 
-class ObjectSource:
+class ObjectSource(Source):
     """A sample is an object.
 
     Args:
@@ -179,11 +187,34 @@ class Read:
 
 
 class Request(NamedTuple):
-    """The bytes [start, stop) of a sample, to be read by one request."""
+    """The bytes [start, stop) of a sample, to be read by one request; or a group of samples, each whole."""
 
     read: Read
     start: int
     stop: int
+    others: tuple[Read, ...] = ()  # of the group
+
+    @classmethod
+    def of_group(cls, reads: Sequence[Read]) -> Request:
+        """Return the request for all of these samples."""
+        return cls(reads[0], 0, reads[0].size, tuple(reads[1:]))
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """All reads that it is for."""
+        return (self.read, *self.others)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the samples that it is for."""
+        return sum(read.size for read in self.reads)
+
+    def without(self, gone: Callable[[Read], bool]) -> Request | None:
+        """Return it without the reads for which `gone` is true; None: no read is left."""
+        left = [read for read in self.reads if not gone(read)]
+        if len(left) == 1 + len(self.others):
+            return self
+        return Request.of_group(left) if left else None
 
 
 @dataclass(slots=True, eq=False)
@@ -234,11 +265,19 @@ class SampleReads:
             if entry is not None:
                 self._cache.will_need(entry)
 
-    def plan(self, read: Read) -> list[tuple[int, int]]:
-        """Return the (start, stop) of each request that reads the sample from the store."""
+    def plan(self, reads: Sequence[Read]) -> list[Request]:
+        """Return the requests that read these samples from the store."""
+        known = {read.index: read for read in reads}
+        groups = self._source.groups(list(known))
+        return [request for group in groups for request in self._plan([known[index] for index in group])]
+
+    def _plan(self, group: list[Read]) -> list[Request]:
+        if len(group) > 1:
+            return [Request.of_group(group)]
+        (read,) = group
         ranges = self._source.ranges(read.index)
         read.ranged, read.missing = bool(ranges), len(ranges)
-        return ranges or [(0, read.size)]
+        return [Request(read, start, stop) for start, stop in ranges or [(0, read.size)]]
 
     def read_now(self, read: Read) -> Any:
         """Return the sample, by this thread: from the cache where that has a good copy, else the store."""
@@ -259,6 +298,20 @@ class SampleReads:
         except ObjectChangedError as error:
             return self._read_changed(read, error)
         return None if body is None else self._keep(read, body)
+
+    def read_group(self, reads: list[Read]) -> list[Any]:
+        """Read a group of samples by one request. Returns each sample, or the error of making it."""
+        for read in reads:
+            self._count_miss(read)
+        indices = [read.index for read in reads]
+        bodies = self._request(reads[0], lambda: self._source.read_group(indices, self._wait))
+        return [self._kept_or_error(read, body) for read, body in zip(reads, bodies, strict=True)]
+
+    def _kept_or_error(self, read: Read, body: Any) -> Any:
+        try:
+            return self._keep(read, body)
+        except Exception as error:
+            return error
 
     def reserve(self, read: Read) -> bool:
         """Take the in-flight lock of a sample. False: another run is reading it into the same cache."""

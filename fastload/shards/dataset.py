@@ -23,6 +23,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
+from fastload.fetch.ranges import record_name, split_name
 from fastload.fetch.reads import Source
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -31,12 +32,10 @@ from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
 from fastload.shards.records import (
-    RECORD_MARK,
     IndexedShards,
     PendingRecords,
     RecordBlocks,
     RecordSource,
-    record_name,
 )
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.budget import RequestBudget
@@ -163,10 +162,10 @@ class ShardDataset(StoreDataset):
         firsts = [0, *accumulate(self._index.counts())]
         found = {}
         for key in keys:
-            name, _, offset = key.rpartition(RECORD_MARK)
-            records = self._index.get(numbers[name]) if name in numbers and offset.isdecimal() else None
+            name, offset = split_name(key)
+            records = self._index.get(numbers[name]) if name in numbers and offset is not None else None
             if records is not None:
-                ordinals = np.flatnonzero(records.offsets[:, 0] == int(offset))
+                ordinals = np.flatnonzero(records.offsets[:, 0] == offset)
                 if len(ordinals):
                     found[key] = (firsts[numbers[name]] + ordinals).tolist()
         return found

@@ -22,12 +22,13 @@ from typing import Any, Literal, NamedTuple
 from fastload.cache import Cache
 from fastload.datasets.warm import Outcome, ToRead, Warmed, put
 from fastload.errors import CacheError, DecodeError, NotFoundError, ObjectChangedError, ShortReadError
+from fastload.fetch.ranges import record_name
 from fastload.fetch.threads import ReadPool, process_share
 from fastload.metrics.counters import Counters
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.records import IndexedShards, record_name
+from fastload.shards.records import IndexedShards
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
 from fastload.store import Store
 

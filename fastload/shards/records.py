@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import get_worker_info
 
 from fastload.errors import DecodeError, FastloadError
+from fastload.fetch.ranges import record_name
 from fastload.fetch.reads import Source, plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.pieces import HEAD, Inflater, Record, Splitter, is_compressed
@@ -34,7 +35,6 @@ from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 
-RECORD_MARK = " @ "  # in the name of a record, between its shard and its offset
 _LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
 
 
@@ -222,11 +222,6 @@ def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
         splitter.close()
         record = splitter.next()
     return record
-
-
-def record_name(key: str, offset: int) -> str:
-    """Return the name of a record in error messages."""
-    return f"{key}{RECORD_MARK}{offset}"
 
 
 class PendingRecords:

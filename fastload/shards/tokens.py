@@ -32,12 +32,12 @@ from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
+from fastload.fetch.ranges import record_name
 from fastload.fetch.reads import Source
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
-from fastload.shards.records import record_name
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 

@@ -333,7 +333,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, type) and value in _TYPES.values():
         return {"type": value.__name__}
     if type(value) is File and value.decode is None:
-        return {"File": value.column}
+        return {"File": value.column if value.range is None else [value.column, *value.range]}
     if isinstance(value, np.dtype | type) and np.dtype(value).kind in "iuf":
         return {"dtype": np.dtype(value).str}
     described = _transform(value)
@@ -359,8 +359,9 @@ def _parsed(value: Any) -> Any:
         return {str(key): _parsed(item) for key, item in content.items()}
     if name == "type":
         return _TYPES[content]
-    if name == "File" and isinstance(content, str):
-        return File(content)
+    if name == "File" and isinstance(content, str | list):
+        column, *edges = [content] if isinstance(content, str) else content
+        return File(column, range=tuple(edges) if edges else None)
     if name == "dtype" and re.fullmatch(r"[<>|][iuf][1248]", content):
         return np.dtype(content)
     if name == "transform":

@@ -18,7 +18,7 @@ DEFAULTS: Job = {
     "mask": False,  # beside each image, under the same crop
     "shape": "dict",  # or "tuple": of a sample
     "source": "list",  # of a table
-    "quirks": [],  # of shards: "extra" members, an "index" file
+    "quirks": [],  # "extra" members of shards, or lists of several lengths; an "index" file of shards
     "filter": None,  # of Parquet
     "bulk": False,  # the dataset has `__getitems__`
     "bad": [],  # numbers of samples that cannot be made
@@ -122,18 +122,19 @@ def settled(job: Job) -> Job:
         job["values"] = [
             name for name in job["values"] if name in ("int", "float", "bool", "text", "big", "mixed")
         ]
-    if kind not in ("table", "tar"):
+    if kind not in ("table", "tar", "parts"):
         default("shape")
     elif kind == "tar" and job["shape"] == "tuple":
         default("quirks")
-    job["quirks"] = [one for one in job["quirks"] if one == {"tar": "extra", "tfrecord": "index"}.get(kind)]
+    quirk = {"tar": "extra", "tfrecord": "index", "parts": "extra"}.get(kind)
+    job["quirks"] = [one for one in job["quirks"] if one == quirk]
     indexed = form.indexed or "index" in job["quirks"]
     if kind != "parquet":
         default("filter")
     if kind not in ("plain", "cached", "iterable"):
         default("bulk")
     if kind in ("mixture", "tokens", "iterable") or (
-        kind not in ("plain", "cached", "objects") and not photos
+        kind not in ("plain", "cached", "objects", "parts") and not photos
     ):
         default("bad")
     if kind in ("iterable", "mixture") or not indexed:
@@ -151,7 +152,7 @@ def settled(job: Job) -> Job:
     if job["batch_size"] is None:
         default("drop_last")
     if not (kind in ("folder", "objects", "table") and photos) and not (
-        form.streams or kind in ("cached", "tokens")
+        form.streams or kind in ("cached", "tokens", "parts")
     ):
         default("cache")
     if kind in ("cached", "tokens") and job["cache"] != "none":

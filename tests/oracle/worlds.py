@@ -415,6 +415,63 @@ def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     )
 
 
+def to_tensors(images: list[Any]) -> list[torch.Tensor]:
+    return [to_tensor(image) for image in images]
+
+
+def parts_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
+    """Samples that lie in two objects, in any order and with other bytes between them; and lists of parts."""
+    n, salt, photos = job["n"], job["salt"], job["transform"] != "none"
+    packs = {f"{number}.bin": b"-" * (salt % 7) for number in range(2)}
+    rows: list[dict[str, Any]] = [{"id": i, "pack": f"{(i + salt) % 2}.bin"} for i in range(n)]
+
+    def add(i: int, body: bytes) -> tuple[int, int]:
+        name = rows[i]["pack"]
+        start = len(packs[name])
+        packs[name] += body + b"-" * ((i + salt) % 3)
+        return start, start + len(body)
+
+    lists = [[i + k for k in range((i + salt) % 3 if "extra" in job["quirks"] else 2)] for i in range(n)]
+    for i in sorted(range(n), key=lambda i: (i * (salt + 1) % 11, i)):
+        damaged = i in job["bad"] and not photos
+        body = b'{"id": ' if damaged else json.dumps(values_of(job, i)).encode()
+        edges = [add(i, str(value).encode()) for value in lists[i]]
+        rows[i] |= {"froms": [start for start, _ in edges], "tos": [stop for _, stop in edges]}
+        rows[i] |= dict(zip(("start", "stop"), add(i, body), strict=True))
+        if photos:
+            rows[i] |= dict(zip(("from", "to"), add(i, photo(job, i)), strict=True))
+            rows[i]["images"] = [f"{i}.jpg", f"{i}.jpg"]
+    images = {f"{i}.jpg": image_file(i, salt) for i in range(n)} if photos else {}
+    lay(folder / "objects", packs | images)
+    fields: Any = {
+        "id": "id",
+        "part": fastload.File("pack", range=("start", "stop"), decode=decode_json),
+        "list": fastload.File("pack", range=("froms", "tos"), decode=decode_json),
+    }
+    if photos:
+        fields |= {"key": fastload.File("pack", range=("from", "to")), "pair": fastload.File("images")}
+    if job["shape"] == "tuple":
+        fields = tuple(fields.values())
+    one, two = ("key", "pair") if job["shape"] == "dict" else ("pack (3)", "images")
+
+    def maker(i: int) -> Any:
+        if i in job["bad"] and not photos:
+            raise Bad("JSONDecodeError")
+        row = {"id": i, "part": values_of(job, i), "list": lists[i]}
+        if photos:
+            row |= {"key": slow_image(job, photo(job, i))}
+            row |= {"pair": [slow_image(job, image_file(i, salt)) for _ in range(2)]}
+        return tuple(row.values()) if job["shape"] == "tuple" else row
+
+    transform: Any = {one: transform_of(job), two: transform_of(job)} if photos else None
+    if job["transform"] == "plain":
+        transform = {one: to_tensor, two: to_tensors}
+    make = lambda: fastload.TableDataset(  # noqa: E731
+        rows, fields, url=str(folder / "objects"), transform=transform, cache=cache
+    )
+    return World(make, Made([functools.partial(maker, i) for i in range(n)]))
+
+
 def regular(value: Any, kind: Any, name: str, rows: list[dict[str, Any]]) -> Any:
     """Lists of lists that have one length in the whole column are one array, also where it is empty."""
     if not pa.types.is_nested(kind) or not pa.types.is_nested(kind.value_type):
@@ -774,6 +831,7 @@ KINDS = {
     "folder": Kind(folder_world, [], _ALL[1:]),
     "objects": Kind(objects_world, JSON, ("none", "center", "drawn", "fuse")),
     "table": Kind(table_world, TYPED, _ALL),
+    "parts": Kind(parts_world, JSON, _ALL),
     "mixture": Kind(mixture_world, PLAIN),
     "tokens": Kind(tokens_world, []),
     "tar": Kind(tar_world, JSON, _ALL, streams=True, indexed=False),

@@ -377,7 +377,10 @@ def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> 
         list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=workers))
     key = caught.value.key
     assert key and f"decode {key!r}" in str(caught.value)
-    assert key == dataset.key(BAD[0]) if not kind.wraps else f"{BAD[0]:02d}" in key
+    if kind.wraps:
+        assert f"{BAD[0]:02d}" in key
+    else:  # "KEY (images[0] of row 5)" where a field is a list
+        assert key.partition(" (")[0] == dataset.key(BAD[0])
 
 
 @of([kind for kind in KINDS if kind.own_photos and kind.streamed])

@@ -346,9 +346,10 @@ def test_state_makes_the_batches_of_any_kind_of_dataset_again(kind: str) -> None
 
 def test_state_makes_the_batches_of_a_table_again(tmp_path: Path) -> None:
     write_objects()
-    rows = "\n".join(f"{n % 4}.jpg,{n}" for n in range(12))
-    (tmp_path / "table.csv").write_text(f"photo,number\n{rows}\n")
-    table, fields = str(tmp_path / "table.csv"), {"image": File("photo"), "label": "number"}
+    rows = "\n".join(f"{n % 4}.jpg,{n},{n % 3 + 1}" for n in range(12))
+    (tmp_path / "table.csv").write_text(f"photo,number,stop\n{rows}\n")
+    table = str(tmp_path / "table.csv")
+    fields = {"image": File("photo"), "head": File("photo", range=(0, "stop")), "label": "number"}
     assert_made_again(TableDataset(table, fields, url=f"{ROOT}/photos", transform={"image": CROP}))
 
 
@@ -368,7 +369,12 @@ def assert_made_again(dataset: Any) -> None:
     "arguments",
     [
         *({"unsafe": True}, {"cache": "/tmp/x"}, {"decode": "x"}, {"keys": ["a"]}, {"xyz": 1}),
-        *({"storage_options": {"dict": {}}}, {"fields": {"File": 3}}, {"fields": {"type": "object"}}),
+        *(
+            {"storage_options": {"dict": {}}},
+            {"fields": {"File": 3}},
+            {"fields": {"File": ["a", 1, 1]}},
+            {"fields": {"type": "object"}},
+        ),
         *({"fields": {"pickle": "x"}}, {"fields": {"dtype": "O"}}, {"fields": {}}),
     ],
 )

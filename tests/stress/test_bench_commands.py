@@ -46,6 +46,7 @@ SHORT = {
     "node": [str(RESULT)],
     "plan": ["--images", "6000", "--repeats", "1"],
     "published": ["--photos", "200", "--repeats", "1"],
+    "ranges": ["--quick", "--parts", "64"],
     "ranks": ["--ranks", "2", "--workers", "1", "--steps", "20", "--epochs", "1", "--repeats", "1"],
     "report": [],
     "scaling": ["--images", "96", "--epochs", "1", "--results", "RESULTS"],

@@ -25,11 +25,11 @@ from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import Digest, Form, Sample
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
+from fastload.fetch.ranges import record_name
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
-from fastload.shards.records import record_name
 from fastload.store import ObjectInfo, Store
 from fastload.store.failures import Wait, sleep
 
