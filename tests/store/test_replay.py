@@ -346,10 +346,10 @@ def test_state_makes_the_batches_of_any_kind_of_dataset_again(kind: str) -> None
 
 def test_state_makes_the_batches_of_a_table_again(tmp_path: Path) -> None:
     write_objects()
-    rows = "\n".join(f"{n % 4}.jpg,{n},{n % 3 + 1}" for n in range(12))
+    rows = "\n".join(f"{n % 4}.jpg,{n},{n % 3 + 7}" for n in range(12))
     (tmp_path / "table.csv").write_text(f"photo,number,stop\n{rows}\n")
     table = str(tmp_path / "table.csv")
-    fields = {"image": File("photo"), "head": File("photo", range=(0, "stop")), "label": "number"}
+    fields = {"image": File("photo"), "head": File("photo", range=(6, "stop")), "label": "number"}
     assert_made_again(TableDataset(table, fields, url=f"{ROOT}/photos", transform={"image": CROP}))
 
 
@@ -372,7 +372,7 @@ def assert_made_again(dataset: Any) -> None:
         *(
             {"storage_options": {"dict": {}}},
             {"fields": {"File": 3}},
-            {"fields": {"File": ["a", 1, 1]}},
+            {"fields": {"File": []}},
             {"fields": {"type": "object"}},
         ),
         *({"fields": {"pickle": "x"}}, {"fields": {"dtype": "O"}}, {"fields": {}}),
