@@ -368,7 +368,7 @@ class TableDataset(StoreDataset):
             items = self._rows.of_file(record, file)
             values = [self._opened(leaf, item, next(left), readonly=readonly) for item in items]
             if form.is_list:
-                row[leaf.name] = values
+                row[leaf.name] = list(map(self._with_name, values, items))
             elif type(values[0]) is Picture:
                 row.images.append(leaf.name)
                 row[leaf.name] = values[0].source
@@ -378,10 +378,12 @@ class TableDataset(StoreDataset):
 
     def _opened(self, leaf: FileLeaf, item: int, content: Any, *, readonly: bool) -> Any:
         try:
-            value = leaf.payloads.open(content, self._manifest.key(item), readonly=readonly)
+            return leaf.payloads.open(content, self._manifest.key(item), readonly=readonly)
         except FastloadError as error:
             error.key = self._object_name(item)
             raise
+
+    def _with_name(self, value: Any, item: int) -> Any:
         return value._replace(name=self._object_name(item)) if type(value) is Picture else value
 
     def _object_name(self, item: int) -> str:
