@@ -27,6 +27,7 @@ from fastload.fetch.reads import Source
 from fastload.images.decode import Unindexed, with_rows
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
+_TOGETHER = 64  # that it gets to know at once: neighbours in one object come by one request
 _DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken
 _LOCKED_SECONDS = 5.0  # without a result of any other run, until we read its samples
 _LOCKED_POLL = 0.02
@@ -97,6 +98,7 @@ class _Filling:
         self._key = key
         self._size = size
         self._requested: deque[int] = deque()
+        self._new: list[int] = []  # of these, that the prefetcher does not know yet
         self._elsewhere: list[int] = []  # samples that another run is reading
 
     def run(self, indices: Iterable[int]) -> Iterator[Warmed]:
@@ -120,14 +122,21 @@ class _Filling:
             elif self._cache.codec.lossless and self._cache.fits(self._size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
             elif self._cache.lock_inflight(key) or unlocked:
-                self._prefetcher.request([index])
                 self._requested.append(index)
+                self._new.append(index)
+                if len(self._new) >= _TOGETHER:
+                    self._announce()
             else:
                 self._elsewhere.append(index)
             while len(self._requested) > _AHEAD:
                 yield self._store(self._requested.popleft())
+        self._announce()
         while self._requested:
             yield self._store(self._requested.popleft())
+
+    def _announce(self) -> None:
+        self._prefetcher.request(self._new)
+        self._new = []
 
     def _store(self, index: int) -> Warmed:
         key, size = self._key(index), self._size(index)

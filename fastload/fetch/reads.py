@@ -211,6 +211,8 @@ class Request(NamedTuple):
 
     def without(self, gone: Callable[[Read], bool]) -> Request | None:
         """Return it without the reads for which `gone` is true; None: no read is left."""
+        if not self.others:
+            return None if gone(self.read) else self
         left = [read for read in self.reads if not gone(read)]
         if len(left) == 1 + len(self.others):
             return self
