@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.metrics.watch import watch
+    from fastload.order.budget_sampler import BudgetSampler
     from fastload.order.mixture_sampler import MixtureSampler
     from fastload.order.sampler import DistributedSampler, ShardSampler
     from fastload.shards.beton import BetonDataset
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # child needs none of it.
 _HOME = {
     "BetonDataset": "fastload.shards.beton",
+    "BudgetSampler": "fastload.order.budget_sampler",
     "ByEpoch": "fastload.images.transforms",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
@@ -74,6 +76,7 @@ _MODULES = ("errors", "testing")  # as attributes, without an import of their ow
 
 __all__ = [
     "BetonDataset",
+    "BudgetSampler",
     "ByEpoch",
     "Cache",
     "CenterCrop",
