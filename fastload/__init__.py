@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastload.datasets.columns import Jagged
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ImageFolder, ObjectDataset
+    from fastload.datasets.packed import PackTokens
     from fastload.datasets.sample_files import File
     from fastload.datasets.table import TableDataset
     from fastload.datasets.wrappers import cached, map
@@ -57,6 +58,7 @@ _HOME = {
     "MixtureSampler": "fastload.order.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
+    "PackTokens": "fastload.datasets.packed",
     "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.order.sampler",
@@ -92,6 +94,7 @@ __all__ = [
     "MixtureSampler",
     "Normalize",
     "ObjectDataset",
+    "PackTokens",
     "ParquetDataset",
     "RandomResizedCrop",
     "ShardSampler",
