@@ -185,7 +185,7 @@ def _classes_of(ascending: Numbers, budget: float, tolerance: float) -> Iterator
         largest = ascending[stop - 1]
         least = (1 - tolerance) * largest
         start = int(np.searchsorted(ascending[:stop], least))
-        count = int(min(budget // least, stop)) if least else stop
+        count = min(capacity(budget, least), stop) if least else stop
         if count > capacity(budget, largest):
             start = max(start, int(np.searchsorted(ascending[:stop], budget / count, "right")))
         start = min(start, stop - 1)
