@@ -3,7 +3,7 @@
     batches of the epoch    b0 b1 b2 b3 b4 b5 b6 ...      the same on every rank
     rank r of N             b[r], b[r + N], b[r + 2N], ...
 
-The batches are made from (sizes, seed, epoch), see `fastload.order.budget`. What all ranks have read is a
+The batches are made from (sizes, seed, epoch), see `fastload.order.budget_batches`. What all ranks have read is a
 prefix of them, so another number of ranks goes on after it.
 """
 
@@ -17,7 +17,7 @@ import xxhash
 
 from fastload.checks import whole_number
 from fastload.errors import ArgumentError
-from fastload.order.budget import (
+from fastload.order.budget_batches import (
     Batches,
     Numbers,
     SizeClasses,

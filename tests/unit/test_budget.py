@@ -18,7 +18,7 @@ import torch
 
 from fastload import BudgetSampler, DataLoader
 from fastload.errors import ArgumentError
-from fastload.order.budget import best_fit
+from fastload.order.budget_batches import best_fit
 
 CASES = int(os.environ.get("BUDGET_CASES", "10000"))
 N = 90
