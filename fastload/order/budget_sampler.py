@@ -3,8 +3,8 @@
     batches of the epoch    b0 b1 b2 b3 b4 b5 b6 ...      the same on every rank
     rank r of N             b[r], b[r + N], b[r + 2N], ...
 
-The batches are made from (sizes, seed, epoch), see `fastload.order.budget_batches`. What all ranks have read is a
-prefix of them, so another number of ranks goes on after it.
+The batches are made from (sizes, seed, epoch), see `fastload.order.budget_batches`. What all ranks have read
+is a prefix of them, so another number of ranks goes on after it.
 """
 
 from __future__ import annotations
