@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastload.datasets.columns import Jagged
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ImageFolder, ObjectDataset
+    from fastload.datasets.packed import PackTokens
     from fastload.datasets.sample_files import File
     from fastload.datasets.table import TableDataset
     from fastload.datasets.wrappers import cached, map
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.metrics.watch import watch
+    from fastload.order.budget_sampler import BudgetSampler
     from fastload.order.mixture_sampler import MixtureSampler
     from fastload.order.sampler import DistributedSampler, ShardSampler
     from fastload.shards.beton import BetonDataset
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 # child needs none of it.
 _HOME = {
     "BetonDataset": "fastload.shards.beton",
+    "BudgetSampler": "fastload.order.budget_sampler",
     "ByEpoch": "fastload.images.transforms",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
@@ -55,6 +58,7 @@ _HOME = {
     "MixtureSampler": "fastload.order.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
+    "PackTokens": "fastload.datasets.packed",
     "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.order.sampler",
@@ -74,6 +78,7 @@ _MODULES = ("errors", "testing")  # as attributes, without an import of their ow
 
 __all__ = [
     "BetonDataset",
+    "BudgetSampler",
     "ByEpoch",
     "Cache",
     "CenterCrop",
@@ -89,6 +94,7 @@ __all__ = [
     "MixtureSampler",
     "Normalize",
     "ObjectDataset",
+    "PackTokens",
     "ParquetDataset",
     "RandomResizedCrop",
     "ShardSampler",

@@ -231,6 +231,16 @@ def write_tokens(folder: Path, photo: Photo) -> None:
         put(folder / f"{file}.bin", part.tobytes())
 
 
+def write_documents(folder: Path, photo: Photo) -> None:
+    """The same, and no object ends within a sample."""
+    tokens = np.repeat(np.arange(COUNT, dtype=np.uint16), BLOCK)
+    for file, part in enumerate(np.split(tokens, [9 * BLOCK, 20 * BLOCK])):
+        put(folder / f"{file}.bin", part.tobytes())
+        ends = io.BytesIO()
+        np.save(ends, np.arange(BLOCK, len(part) + 1, BLOCK))
+        put(folder / f"{file}.ends", ends.getvalue())
+
+
 # --- opening
 
 
@@ -464,6 +474,13 @@ KINDS = [
         "tokens",
         write_tokens,
         functools.partial(fastload.TokenDataset, dtype="uint16", block=BLOCK, overlap=1),
+        transform=None,
+        own_photos=False,
+    ),
+    Kind(
+        "documents",
+        write_documents,
+        functools.partial(fastload.TokenDataset, dtype="uint16", block=BLOCK, documents=".ends"),
         transform=None,
         own_photos=False,
     ),

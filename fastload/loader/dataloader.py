@@ -28,6 +28,7 @@ from fastload.loader.iterator import LoaderIterator
 from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
+from fastload.order.budget_sampler import check_sampler
 from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.printable import user_level
@@ -150,6 +151,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         _check_log(dataset, sample_log)
         _check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
+        check_sampler(dataset, sampler, batch_sampler)
         if num_workers:
             need_linux()
         if sampler is None and batch_sampler is None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import ArgumentError
+from fastload.images.rng import digest
 from fastload.loader.stream_epoch import StreamAgreement, check_streams
+from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.exclusions import Filter, Reading
 from fastload.order.order import EpochOrder, segments_of
 from fastload.order.position import Position, continued
@@ -31,6 +34,8 @@ from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
 from fastload.workers.batch import load_dataset
 from fastload.workers.reading import REPLACEMENTS
+
+_NEAREST = 64  # samples of which a substitute is chosen by chance
 
 
 class Place(NamedTuple):
@@ -401,21 +406,45 @@ def reading_of(
     samplers, dataset = Samplers.of(loader), loader.dataset
     sampler, column = samplers.dealer, samplers.rank if rank is None else rank
     if sampler is not None:
-        if rank is not None or replicas is not None:
-            own = sampler.rank if rank is None else rank
-            sampler = sampler._at(0, 0, rank=own, replicas=replicas or sampler.num_replicas)
+        own, ranks = sampler.rank if rank is None else rank, replicas or sampler.num_replicas
+        number = next((order.sampler.epoch for order in orders), None)
+        sampler = sampler._at(sampler.epoch if number is None else number, 0, rank=own, replicas=ranks)
         column = sampler._column
+    budgeted = sampler if isinstance(sampler, BudgetSampler) else None
     return Reading(
         epoch,
         functools.partial(sources_of, dataset),
         functools.partial(_number_of, dataset),
         functools.partial(substitutes, dataset, seed, epoch),
+        None if budgeted is None else functools.partial(_substitute_of_size, budgeted, seed, epoch),
         REPLACEMENTS if loader.on_error == "replace" else 0,
         loader.batch_sampler is not None,
         column,
-        replicas or samplers.replicas or 1,
+        0 if budgeted is not None else replicas or samplers.replicas or 1,
         None if sampler is None else sampler._length(),
         segments_of(orders),
+    )
+
+
+def _substitute_of_size(
+    sampler: BudgetSampler, seed: int, epoch: int, index: int, excluded: Container[int]
+) -> int:
+    """Return the sample that stands in the place of an excluded one, so that its batch keeps to the budget.
+
+    It is a function of (seed, epoch, index), and of `excluded` only in that those samples are passed over.
+
+    Raises:
+        ArgumentError: all samples that are no larger are excluded.
+    """
+    smaller = sampler._similar(index)
+    nearest = smaller[-_NEAREST:]
+    choices = (nearest[digest(seed, epoch, index, attempt) % len(nearest)] for attempt in range(_NEAREST))
+    for other in itertools.chain(choices, reversed(smaller)):
+        if other not in excluded:
+            return int(other)
+    raise ArgumentError(
+        f"sample {index} is excluded, and so are all others of its bucket up to its size of "
+        f"{sampler.sizes[index]}, so that none can stand in: make the sampler without them"
     )
 
 

@@ -18,6 +18,7 @@ from fastload.errors import PlatformError
 
 # Public names that need nothing of POSIX.
 ANYWHERE = (
+    "BudgetSampler",
     "ByEpoch",
     "CenterCrop",
     "DistributedSampler",

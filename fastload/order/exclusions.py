@@ -38,9 +38,11 @@ class Reading(NamedTuple):
         sources: gives source of a mixture, else "" -> its number of samples, in the order of their indices.
         number: index -> its number in the dataset, from 0; of a mixture without the pass.
         substitutes: (index, excluded numbers) -> the samples that may stand in its place.
-        choices: of these, how many a worker may try where the sample is bad.
+        substitute: (index, excluded numbers) -> the one that does, where its size matters; None: the first.
+        choices: of the former, how many a worker may try where the sample is bad.
         auto_collation: an index batch is a list of indices.
-        column, ranks: this rank reads the samples `column`, `column + ranks`, ... of each segment.
+        column, ranks: this rank reads the samples `column`, `column + ranks`, ... of each segment. `ranks` is
+            0 where a batch counts as one sample.
         samples: of the epoch, over all ranks; None where the sampler does not say.
         segments: of the epoch.
     """
@@ -49,6 +51,7 @@ class Reading(NamedTuple):
     sources: Callable[[], Mapping[str, int]]
     number: Callable[[int], int]
     substitutes: Callable[[Any, Container[int]], Iterator[int]]
+    substitute: Callable[[Any, Container[int]], int] | None = None
     choices: int = 0
     auto_collation: bool = True
     column: int = 0
@@ -164,12 +167,17 @@ class Filter:
         for row, number in enumerate(map(reading.number, _whole(indices))):
             sample = first + row * reading.ranks + reading.column
             if number in self.excluded or (partly and self._skips(sample, sample + 1)):
-                others = reading.substitutes(indices[row], self.excluded)
-                replaced[row] = (next(others), indices[row])
+                replaced[row] = (self._substitute(indices[row]), indices[row])
                 indices[row] = replaced[row][0]
         if not replaced:
             return Edited(index, {})
         return Edited(indices[0] if single else indices, replaced)
+
+    def _substitute(self, index: Any) -> int:
+        reading = self._reading
+        if reading.substitute is not None:
+            return reading.substitute(index, self.excluded)
+        return next(reading.substitutes(index, self.excluded))
 
     @functools.cached_property
     def excluded(self) -> frozenset[int]:

@@ -102,6 +102,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     """
 
     _checks_length: ClassVar[bool] = True  # a loader's state is refused where the dataset's length differs
+    _compared: ClassVar[tuple[str, ...]] = ("version", "seed", "shuffle", "length")  # entries of a state
 
     def __init__(
         self,
@@ -263,9 +264,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if own.keys() != state_dict.keys():
             raise ArgumentError(
                 f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
-                "load what state_dict() of a fastload.DistributedSampler returned"
+                f"load what state_dict() of a fastload.{type(self).__name__} returned"
             )
-        for name in ("version", "seed", "shuffle", "length", *(["window"] if "window" in own else [])):
+        for name in (*self._compared, *(["window"] if "window" in own else [])):
             if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
@@ -276,10 +277,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._begun = False
         self._advances = bool(state_dict["advances"])
         self._position = (self.epoch, self._start)
-        if self._start:
-            self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
-        else:
-            self._dealt = (self._parts(), self.exchange)
+        dealt = self._deal(state_dict if self._start else None)
+        self._dealt = (self._parts(), self.exchange) if dealt is None else (dealt.nodes, dealt.exchange)
 
     # --- for a loader, which draws ahead
 
@@ -305,7 +304,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """
         if state is None:
             return Dealt(0, self._parts(), self.exchange)
-        return Dealt(state["consumed"], state["nodes"], state["exchange"])
+        return Dealt(state["consumed"], int(state["nodes"]), float(state["exchange"]))
 
     def _at_state(
         self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.metrics.torch_private import default_device
+from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.mixture_sampler import MixedAt, MixtureSampler, mixed_at
 from fastload.order.sampler import DistributedSampler, ShardSampler
 
@@ -38,7 +39,7 @@ _BY_POSITION = (
     *(DistributedSampler, ShardSampler, MixtureSampler),
 )
 _BY_EPOCH = (
-    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__),
+    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__, BudgetSampler.__iter__),
     *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__),
 )
 
@@ -99,6 +100,7 @@ class Samplers:
             from its sampler than it gives out. One of the user's own may, so there the state is used as it
             was when the epoch began, and the batches are passed over.
         dealer: `stateful`, if it is fastload's and deals to ranks.
+        counts_batches: its positions, and those of skipped steps, are batches in place of samples.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
@@ -126,6 +128,7 @@ class Samplers:
         self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
         self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
+        self.counts_batches = isinstance(index_sampler, BudgetSampler)
         self.user_defined = not self.tracks_state and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
         )
@@ -227,8 +230,8 @@ class Samplers:
             self.stateful.load_state_dict(copy.deepcopy(saved.state))
 
     def per_step(self, replicas: int | None = None) -> int:
-        """Return the samples of a step over all ranks. 1 where batches have no fixed size, see `Segment`."""
-        size = 1 if self.single else self.batch_size
+        """Return the samples of a step over all ranks, see `Segment`; batches where those are counted."""
+        size = 1 if self.single or self.counts_batches else self.batch_size
         return size * (replicas or self.replicas or 1) if isinstance(size, int) else 1
 
     def is_cut_off(self, index: Any) -> bool:

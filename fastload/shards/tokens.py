@@ -1,22 +1,11 @@
-"""Large objects of tokens as a dataset: what a file of tokens is, and the samples that are cut from them.
-
-    raw       nanoGPT's .bin, Megatron's .bin, OLMo's .npy (which are no .npy files)
-    .npy      \\x93NUMPY, version, header with type and shape (numpy.lib.format)
-    llm.c     256 int32, little-endian: magic, version, number of tokens, zeros (dev/data/data_common.py);
-              also those of modded-nanogpt
-
-The first bytes tell them apart, not the names.
-"""
+"""Large objects of tokens as a dataset: blocks of equal length, or whole documents, read by ranges."""
 
 from __future__ import annotations
 
-import math
 import os
 import random
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from io import BytesIO
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -34,93 +23,21 @@ from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.fetch.ranges import record_name
 from fastload.fetch.reads import Source
+from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
+from fastload.shards.documents import Documents, read_documents
 from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
-
-HEAD = 1024  # bytes that are enough
-_NPY = b"\x93NUMPY"
-_READERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
-_LLM_C: dict[bytes, np.dtype[Any]] = {
-    struct.pack("<ii", 20240520, 1): np.dtype("<u2"),  # GPT-2
-    struct.pack("<ii", 20240801, 7): np.dtype("<u4"),  # Llama 3
-}
-_LLM_C_SIZE = 1024
-
-
-class TokenHeader(NamedTuple):
-    """What a header says.
-
-    Attributes:
-        size: its bytes; the tokens follow.
-        dtype: of a token.
-        tokens: their number.
-    """
-
-    size: int
-    dtype: np.dtype[Any]
-    tokens: int
-
-
-def is_token_type(dtype: np.dtype[Any]) -> bool:
-    """Return whether all its values fit into int64, as samples have them."""
-    return dtype.kind in "iu" and np.can_cast(dtype, np.int64)
-
-
-def header_of(head: Any) -> TokenHeader | None:
-    """Return the header of a file that begins with these bytes; None: it has none, and is raw.
-
-    Args:
-        head: the first 1024 bytes, or all of a smaller file.
-
-    Raises:
-        DecodeError: it begins as a .npy file, and is not one of integers in order; or it ends within the
-            header of llm.c.
-    """
-    begin = bytes(head[:HEAD])
-    if begin.startswith(_NPY):
-        return _npy_header(begin)
-    dtype = _LLM_C.get(begin[:8])
-    if dtype is None:
-        return None
-    if len(begin) < _LLM_C_SIZE:
-        raise DecodeError("it begins as a file of llm.c, and ends within the header: upload the object again")
-    return TokenHeader(_LLM_C_SIZE, dtype, int.from_bytes(begin[8:12], "little"))
-
-
-def _npy_header(begin: bytes) -> TokenHeader:
-    file = BytesIO(begin)
-    try:
-        version = np.lib.format.read_magic(file)
-        if version not in _READERS:
-            raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
-        shape, fortran, dtype = _READERS[version](file)
-    except Exception as error:  # hostile bytes: what numpy's parser raises is not documented
-        raise DecodeError(f"it begins as a .npy file, and its header cannot be read: {error}") from None
-    if not is_token_type(dtype):
-        raise DecodeError(
-            f"it is a .npy file of type {dtype}, and tokens are integers that fit into int64: name other "
-            "objects"
-        )
-    if fortran and len(shape) > 1:
-        raise DecodeError(
-            f"it is a .npy file of shape {shape} in Fortran order: save np.ascontiguousarray(tokens)"
-        )
-    return TokenHeader(file.tell(), dtype, math.prod(shape))
-
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _TOKENS = "tokens"
 
 
 class TokenDataset(StoreDataset):
-    """Samples of `block` tokens each, cut from large objects without padding, read at random by ranges.
+    """Samples of `block` tokens each, or documents of at most so many, read at random from large objects.
 
     The objects hold token numbers of one integer type, one after the other: raw files, as nanoGPT, Megatron
     and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes of each tell which,
@@ -129,6 +46,10 @@ class TokenDataset(StoreDataset):
     In the order of their keys the objects are laid end to end, so a sample may begin in one and end in the
     next. Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and
     not used: `tokens - (len(dataset) * block + overlap)` tokens.
+
+    With `documents=` a sample is a document in place of that; one that is longer than `block` is cut into
+    several samples. They have different lengths: `sizes` has these for a `BudgetSampler`, and `PackTokens`
+    makes rows of them.
 
     It is a map-style dataset: shuffled exactly, by any sampler. A sample that the cache does not have costs
     one request, and one more for each object that it continues in.
@@ -146,25 +67,34 @@ class TokenDataset(StoreDataset):
             a list of these: any fsspec URL or path.
         dtype: of the tokens as they are stored: any integer type of numpy that fits into int64, such as
             "uint16", or ">u2" for big-endian.
-        block: tokens from the beginning of one sample to that of the next, at least 1.
+        block: tokens from the beginning of one sample to that of the next, at least 1; with `documents=` the
+            most tokens of a sample.
         overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
-            With 1, all tokens but the first are a target once.
+            With 1, all tokens but the first are a target once. 0 with `documents=`.
+        documents: None, or the ending of the index beside each object, in place of its own: ".idx" of
+            Megatron, ".csv.gz" of OLMo and Dolma, or any other of an index in numpy's format, which has the
+            number of tokens before the end of each document: int64, ascending. The first bytes tell these
+            apart. Empty documents are no samples.
         cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
         storage_options, listing_max_age: see `TarDataset`.
 
     Attributes:
         tokens: the number of tokens in all objects.
+        sizes: the tokens of each sample, int64.
 
     Raises:
         ArgumentError: an argument is invalid; or an object does not hold whole tokens of `dtype`, is cut, or
             is compressed; or some objects have a header and others none; or all together hold less than one
-            sample.
-        DecodeError: the header of an object cannot be read.
+            sample; or an index of documents does not fit its object.
+        DecodeError: the header of an object, or an index, cannot be read.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"dtype", "block", "overlap"}
-    _computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
+    _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"dtype", "block", "overlap", "documents"}
+    _computed: ClassVar[dict[str, str]] = {
+        "tokens": "it is the number of tokens in the objects of url",
+        "sizes": "it has the tokens of each sample",
+    }
 
     @shorten_errors
     def __init__(
@@ -174,6 +104,7 @@ class TokenDataset(StoreDataset):
         block: int,
         *,
         overlap: int = 0,
+        documents: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         listing_max_age: float | str = 0,
@@ -182,15 +113,18 @@ class TokenDataset(StoreDataset):
         self.dtype = _checked_dtype(dtype)
         block = whole_number("block", block)
         overlap = whole_number("overlap", overlap, 0)
-        self.block, self.overlap = block, overlap
+        self.block, self.overlap, self.documents = block, overlap, documents
+        _check_documents(documents, overlap)
         kept_in = as_cache(cache)
         self._payloads = ObjectPayloads(kept_in, None)
         if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
-        self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
+        self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap, documents)
         self.transform = None
         self.cache = kept_in if shards.cacheable else None  # a warning has said why
+        if documents is not None and not self._corpus.samples:
+            raise ArgumentError(f"the indexes of {shards.store.url!r} have no document that is not empty")
         if not self._corpus.samples:
             raise ArgumentError(
                 f"{shards.store.url!r} has {self.tokens:,} tokens of type {self.dtype}, and a sample has "
@@ -201,12 +135,20 @@ class TokenDataset(StoreDataset):
     def tokens(self) -> int:
         return self._corpus.tokens
 
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        corpus = self._corpus
+        if corpus.documents is None:
+            return np.full(corpus.samples, corpus.length, np.int64)
+        return corpus.documents.lengths
+
     def __len__(self) -> int:
         return self._corpus.samples
 
     def __repr__(self) -> str:
         corpus = self._corpus
-        samples = f"{corpus.samples:,} samples of {corpus.length:,} tokens"
+        most = "" if corpus.documents is None else "at most "
+        samples = f"{corpus.samples:,} samples of {most}{corpus.length:,} tokens"
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         where = f"{corpus.shards.store.url!r}, {len(corpus.shards):,} objects"
         return f"{type(self).__name__}({where}, {samples}{cache})"
@@ -240,20 +182,22 @@ class TokenDataset(StoreDataset):
             raise ArgumentError(
                 f"transform={transform!r}: a TokenDataset has none; apply a function with fastload.map"
             )
-        return _TokenBuilder(self.dtype, self._corpus.length)
+        return _TokenBuilder(self.dtype, None if self._corpus.documents else self._corpus.length)
 
 
 class _TokenBuilder(SampleBuilder):
-    """Makes samples of tokens: each is one row of a matrix."""
+    """Makes samples of tokens: each is one row of a matrix, where all have the same length."""
 
-    def __init__(self, dtype: np.dtype[Any], length: int) -> None:
+    def __init__(self, dtype: np.dtype[Any], length: int | None) -> None:
         super().__init__(None, None, Shape(_TOKENS))
         self._dtype, self._length = dtype, length
 
     def sample(self, value: Any, record: int) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(value, self._dtype).astype(np.int64))
 
-    def new_batch(self, n: int, allocate: Allocate, **_: Any) -> RowBatch:
+    def new_batch(self, n: int, allocate: Allocate, **_: Any) -> RowBatch | None:
+        if self._length is None:
+            return None
         batch = RowBatch(n, allocate)
         batch.values = batch.columns = {_TOKENS: allocate((n, self._length), torch.int64)}
         batch.is_complete = True
@@ -283,43 +227,60 @@ class _Corpus:
     Attributes:
         shards: the objects.
         tokens: in all of them.
-        length: tokens of a sample.
+        length: tokens of a sample; of documents, at most.
         samples: their number.
+        documents: where each sample begins, and how long it is; None: by blocks.
     """
 
-    def __init__(self, shards: ShardList, dtype: np.dtype[Any], block: int, overlap: int) -> None:
+    def __init__(
+        self, shards: ShardList, dtype: np.dtype[Any], block: int, overlap: int, ending: str | None
+    ) -> None:
         self.shards = shards
         self.length = block + overlap
-        self.bytes_per_sample = self.length * dtype.itemsize
-        self._block, self._itemsize = block, dtype.itemsize
-        self._form = np.uint64(xxhash.xxh3_64_intdigest(f"{dtype.str} {self.length}".encode()))
+        self._block, self.itemsize = block, dtype.itemsize
+        form = f"{dtype.str} {self.length}" if ending is None else f"{dtype.str} documents"
+        self._form = np.uint64(xxhash.xxh3_64_intdigest(form.encode()))
         # Of each object: the bytes before its tokens, and the number of its first token; one more at the end.
         skipped, counts = _measure(shards, dtype)
         self._skipped = np.array(skipped, dtype=np.int64)
         self._firsts = np.cumsum([0, *counts], dtype=np.int64)
         self.tokens = int(self._firsts[-1])
         self.samples = max(0, self.tokens - overlap) // block
+        self.documents: Documents | None = None
+        if ending is not None:
+            self.documents = read_documents(shards, ending, dtype, self._firsts, block)
+            self.samples = len(self.documents.firsts)
+
+    def size(self, sample: int) -> int:
+        """Return the tokens of a sample."""
+        return self.length if self.documents is None else int(self.documents.lengths[sample])
 
     def pieces(self, sample: int) -> list[_Piece]:
         """Return where the tokens of a sample are, in order."""
-        first, missing = sample * self._block, self.length
+        first = sample * self._block if self.documents is None else int(self.documents.firsts[sample])
+        missing = self.size(sample)
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         pieces = []
         while missing:
             taken = min(missing, int(self._firsts[shard + 1]) - first)
             if taken:
-                start = int(self._skipped[shard]) + (first - int(self._firsts[shard])) * self._itemsize
-                pieces.append(_Piece(shard, start, start + taken * self._itemsize))
+                start = int(self._skipped[shard]) + (first - int(self._firsts[shard])) * self.itemsize
+                pieces.append(_Piece(shard, start, start + taken * self.itemsize))
             first, missing, shard = first + taken, missing - taken, shard + 1
         return pieces
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return a number for each sample: of the objects that it is cut from, and where it begins."""
-        first = samples * self._block
+        if self.documents is not None:
+            first, lengths = self.documents.firsts[samples], self.documents.lengths[samples]
+        else:
+            first, lengths = samples * self._block, np.full(len(samples), self.length)
         begin = np.searchsorted(self._firsts, first, side="right") - 1
-        end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
+        end = np.searchsorted(self._firsts, first + lengths - 1, side="right") - 1
         start = first - self._firsts[begin]
         found = mix_all(self.shards.identities(begin) + start.view(np.uint64))
+        if self.documents is not None:
+            found = mix_all(found + lengths.view(np.uint64))
         found ^= np.where(end > begin, self.shards.identities(end), 0).astype(np.uint64)
         for at in np.flatnonzero(end > begin + 1).tolist():
             between = np.arange(begin[at] + 1, end[at])
@@ -359,7 +320,7 @@ class _TokenSource(Source):
         return self._corpus.name(index)
 
     def size(self, index: int) -> int:
-        return self._corpus.bytes_per_sample
+        return self._corpus.size(index) * self._corpus.itemsize
 
     def cache_key(self, index: int) -> bytes:
         return self._key(index)
@@ -429,6 +390,20 @@ def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> in
             "again if it was cut"
         )
     return tokens
+
+
+def _check_documents(ending: Any, overlap: int) -> None:
+    if ending is None:
+        return
+    if not isinstance(ending, str) or not ending.startswith(".") or "/" in ending:
+        raise ArgumentError(
+            "documents must be the ending of the indexes beside the objects, such as '.idx' or '.csv.gz', "
+            f"found {ending!r}"
+        )
+    if overlap:
+        raise ArgumentError(
+            "overlap goes with samples of equal length, and documents= has others: leave it out"
+        )
 
 
 def _checked_dtype(value: Any) -> np.dtype[Any]:

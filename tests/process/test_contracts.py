@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,6 +63,22 @@ class TestShardSampler(SamplerTests):
     def make(self, rank: int, world_size: int) -> Any:
         dataset = fastload.TarDataset(self.shards)
         return fastload.ShardSampler(dataset, world_size, rank)
+
+
+class TestBudgetSampler(SamplerTests):
+    length = 40
+    world_sizes = (1,)  # where several ranks read whole batches twice, or leave them out
+    options: ClassVar[dict[str, Any]] = {"tolerance": 0.3, "together": 2}
+
+    def make(self, rank: int, world_size: int) -> Any:
+        sizes = [1 + index % 7 for index in range(self.length)]
+        return fastload.BudgetSampler(
+            sizes, budget=15, num_replicas=world_size, rank=rank, seed=4, **self.options
+        )
+
+
+class TestBudgetSamplerThatPacks(TestBudgetSampler):
+    options: ClassVar[dict[str, Any]] = {"pack": True}
 
 
 class TestMixtureSampler(SamplerTests):

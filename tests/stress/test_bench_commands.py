@@ -28,6 +28,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 RESULT = RESULTS / "compare-2026-11-21.json"
 SHORT = {
+    "budget": ["--samples", "2000", "--large", "20000", "--rounds", "1"],
     "cache": [],
     "cold": ["--quick", "--images", "200"],
     "columns": ["--rows", "20000", "--rounds", "1"],

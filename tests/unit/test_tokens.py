@@ -19,7 +19,7 @@ import torch
 import fastload
 from fastload import DataLoader, TokenDataset
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, ObjectChangedError, StoreError
-from fastload.shards.tokens import header_of
+from fastload.formats.tokens import header_of
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
