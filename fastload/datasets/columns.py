@@ -31,7 +31,14 @@ class Jagged(NamedTuple):
 
     Example::
 
-        batch["items"].values, batch["items"].offsets  # (items of all rows, ...), int64 (rows + 1,)
+        import torch
+
+        from fastload import DataLoader, TableDataset
+
+        table = {"items": [[1, 2], [], [3]]}
+        loader = DataLoader(TableDataset(table, {"items": "items"}, batches="columns"), batch_size=3)
+        batch = next(iter(loader))
+        batch["items"].values, batch["items"].offsets  # tensor([1, 2, 3]), tensor([0, 2, 2, 3])
         torch.nested.nested_tensor_from_jagged(*batch["items"])  # torch's own class for such columns
 
     Attributes:
