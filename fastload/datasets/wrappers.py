@@ -32,7 +32,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import check_function, check_index
-from fastload.datasets.columns import ColumnsView
+from fastload.datasets.columns_view import ColumnsView
 from fastload.datasets.composed import ConcatView, MapView, StackView, SubsetView
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
