@@ -4,8 +4,8 @@ unit: pure parts, without another process or a server. process: loaders with the
 stores, the cache and shards, with an S3 server on this machine. crash: writers of the cache that are killed.
 trainer: the reference trainer. hostile: what attackers write, for all that reads. oracle: random jobs beside
 a slow loader. pins: values that no change may change unsaid. Beside these, stress holds the long, random
-forms, soak hours of faults, gpu what needs a GPU, and fuzz hostile bytes for the kernel. Modules without test_
-in their names are support for these.
+forms, soak hours of faults, gpu what needs a GPU, and fuzz hostile bytes for the kernel. Modules without
+test_ in their names are support for these.
 """
 
 from __future__ import annotations

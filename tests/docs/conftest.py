@@ -6,7 +6,8 @@ labels.csv, the keys and labels (0, 1) of train/;
 parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
 clicks/{0,1}.parquet of 200 rows (user, price, items, vector);
 spectra/*.bin, 32 float32 numbers each;
-corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0, and {000,001}.idx, their ends;
+corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
+corpus/{000,001}.idx, where these documents end;
 mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
 /data/train.beton is a file of FFCV, with the fields jpg and int among others.
 """
