@@ -436,7 +436,7 @@ def test_cached_samples_are_no_images(tmp_path: Path) -> None:
 def test_without_the_kernel_auto_is_raw_and_dct_an_error(
     folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "available", lambda: False)
+    monkeypatch.setattr(decode, "has_records", lambda: False)
     with pytest.raises(ArgumentError, match="mode='dct' needs fastload's compiled kernel"):
         Cache(tmp_path / "cache", "dct")
     auto, raw = folder(tmp_path / "cache"), folder(Cache(tmp_path / "cache", "raw"))

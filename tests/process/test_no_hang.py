@@ -22,6 +22,7 @@ from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
+from fastload.fetch.reads import Source
 from fastload.fetch.threads import ReadPool, ReadSettings
 from fastload.metrics.counters import Counters
 from fastload.order.position import Position
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
 
 
-class Bodies:
+class Bodies(Source):
     """A source in memory. `gate` holds up reads of sample 0."""
 
     def __init__(self, store: LocalStore, size: int = 8) -> None:

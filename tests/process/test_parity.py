@@ -158,7 +158,6 @@ REFUSED: list[dict[str, Any]] = [
     {"multiprocessing_context": "fork"},
     {"num_workers": 1, "multiprocessing_context": "thread"},
     {"num_workers": 1, "multiprocessing_context": 5},
-    {"unknown": 1},
     {"shuffle": "yes", "sampler": [0]},
 ]
 
