@@ -70,15 +70,14 @@ class StoreDataset(Dataset[Any]):
     """A dataset whose transforms may be set at any time. Reads and cache keys depend on its other arguments.
 
     Attributes:
-        batches: how batches are made: of "rows", or as "columns".
         cache: what the samples are kept in, or None.
         counters: of this process.
     """
 
-    batches = "rows"
+    _batches = "rows"  # or "columns": how batches are made
 
     # Attributes that are set once, by the constructor; and those that are never set -> what to do instead.
-    _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change", "batches"})
+    _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     _computed: ClassVar[dict[str, str]] = {}
     # Attributes on which no sample depends: what reading has learned, and what follows from the others.
     _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_builder", "counters"})
@@ -138,7 +137,7 @@ class StoreDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Transform) -> None:
-        check_batches(self.batches, {"transform": transform})
+        check_batches(self._batches, {"transform": transform})
         builder = self._new_builder(transform)
         if "cache" in self.__dict__:  # not in the constructor, where payloads are made for this transform
             self._check_transform(transform)

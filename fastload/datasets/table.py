@@ -99,6 +99,7 @@ class TableDataset(StoreDataset):
     """
 
     _settled: ClassVar[frozenset[str]] = StoreDataset._settled | {"fields"}
+    _computed: ClassVar[dict[str, str]] = {"batches": "make a new dataset with batches="}
 
     @shorten_errors
     def __init__(
@@ -124,7 +125,7 @@ class TableDataset(StoreDataset):
         super().__init__(os.fspath(url), None)
         self.fields = fields
         self.on_change = on_change
-        self.batches = batches
+        self._batches = batches
         kept_in = as_cache(cache)
         self._shape = Shape(fields, (str, File), _name_of)
         self._files = [
@@ -191,7 +192,7 @@ class TableDataset(StoreDataset):
         self._rows = RowObjects(self._count, ())
         if values:
             self._columns = TableColumns.of(chosen.select(list(values.values())).rename_columns(list(values)))
-            if self.batches == "columns":
+            if self._batches == "columns":
                 self._column_source()  # refuses columns that no batch can hold
         if self._files:
             read_from = os.fspath(table) if isinstance(table, str | os.PathLike) else ""
@@ -261,7 +262,7 @@ class TableDataset(StoreDataset):
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return that of its objects and their versions, and of its values in the table."""
         numbers = np.zeros(len(records), np.uint64)
-        if self._columns is not None and self.batches == "columns":
+        if self._columns is not None and self._batches == "columns":
             return self._columns.places(records)
         if self._columns is not None:
             numbers += self._columns.identities(records)
@@ -270,7 +271,7 @@ class TableDataset(StoreDataset):
         return numbers
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        if self.batches == "rows":
+        if self._batches == "rows":
             super().prefetch(indices)
 
     def _column_source(self) -> OneChunk:

@@ -256,7 +256,7 @@ _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among th
 def view_of(dataset: Any) -> View:
     """Return the view of any map-style dataset, as far as it can be seen into."""
     if isinstance(dataset, StoreDataset):
-        return StoreView(dataset) if dataset.batches == "rows" else ColumnsView(dataset)
+        return StoreView(dataset) if dataset._batches == "rows" else ColumnsView(dataset)
     home = _home(type(dataset))
     override = None if home is None else _overriding_method(dataset, home)
     if home is None or override == "prefetch":

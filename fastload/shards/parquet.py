@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,8 @@ class ParquetDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
+    _computed: ClassVar[dict[str, str]] = {"batches": "make a new dataset with batches="}
+
     @shorten_errors
     def __init__(
         self,
@@ -194,7 +196,7 @@ class ParquetDataset(ShardDataset):
         wanted = None if shape is None else list(shape.leaves.values())
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
-        self.batches = batches
+        self._batches = batches
         decoders = decode if isinstance(decode, Mapping) else {}
         self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
         if batches == "columns":
@@ -216,7 +218,7 @@ class ParquetDataset(ShardDataset):
             self._set_payloads([self._payloads.with_codec(Raw())])
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        if self.batches == "rows":
+        if self._batches == "rows":
             super().prefetch(indices)
             return
         indices = list(indices)
@@ -232,7 +234,7 @@ class ParquetDataset(ShardDataset):
         return super()._numbering() + self._files.digest
 
     def _source(self) -> Source:
-        if self.batches == "columns":
+        if self._batches == "columns":
             return self._group_source()
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
@@ -259,24 +261,24 @@ class ParquetDataset(ShardDataset):
     # --- batches="columns": row groups are read, and kept in the cache
 
     def _must_stream(self) -> bool:
-        return self.batches == "rows" and super()._must_stream()
+        return self._batches == "rows" and super()._must_stream()
 
     def _shuffle_blocks(self) -> Blocks | None:
         """See `fastload.order.blocks.blocks_of`."""
-        return None if self.batches == "rows" else self._files.blocks(self._options)
+        return None if self._batches == "rows" else self._files.blocks(self._options)
 
     def _objects_of(self, indices: Iterable[int]) -> Iterable[int]:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._objects_of(indices)
         return distinct(self._column_groups.get().locate(self._numbers(indices))[0])
 
     def _warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._warm_shards(shards)
         return self.warm(self._samples_of(shards))
 
     def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._left_to_warm_shards(shards)
         return self._left_to_warm(self._samples_of(shards))
 
@@ -290,19 +292,19 @@ class ParquetDataset(ShardDataset):
         return numbers
 
     def _cancel(self, indices: Iterable[int]) -> None:
-        if self.batches == "rows":
+        if self._batches == "rows":
             super()._cancel(indices)
         elif (groups := self._column_groups.peek()) is not None:
             groups.cancel(self._numbers(indices))
 
     def _outstanding(self) -> int:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._outstanding()
         groups = self._column_groups.peek()
         return 0 if groups is None else groups.outstanding()
 
     def _get(self, record: int) -> Any:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._get(record)
         shard, ordinal = RecordId.unpack(record)
         return self._column_groups.get().record(self._firsts[shard] + ordinal)
@@ -312,18 +314,18 @@ class ParquetDataset(ShardDataset):
         return [0, *itertools.accumulate(self._index.counts())]
 
     def _cache_key(self, record: int) -> bytes:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._cache_key(record)
         return self._group_source().cache_key(record)
 
     def _cache_keys(self, index: int) -> list[bytes]:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._cache_keys(index)
         self._record(index)
         return [self._cache_key(item) for item in self._objects_of([index])]
 
     def _some_keys(self) -> list[bytes]:
-        if self.batches == "rows":
+        if self._batches == "rows":
             return super()._some_keys()
         count = len(self._files.row_groups())
         return [self._cache_key(number * count // SOME) for number in range(min(SOME, count))]

@@ -372,5 +372,5 @@ def test_arguments_that_take_rows_are_refused(tmp_path: Path) -> None:
     dataset = ParquetDataset(url, batches="columns")
     with pytest.raises(ArgumentError, match="batch_transform="):
         dataset.transform = dict
-    with pytest.raises(ArgumentError, match="batches of ParquetDataset cannot be set again"):
+    with pytest.raises(ArgumentError, match="batches of ParquetDataset cannot be set"):
         dataset.batches = "rows"

@@ -64,7 +64,7 @@ def test_a_dataset_shows_what_its_user_needs(folder: Path, tmp_path: Path) -> No
     labels = {"class_to_idx", "classes", "imgs", "samples", "target_transform", "targets"}
     assert shown(photos) == shown(objects) | labels
     assert shown(records) == every | {"shards"}
-    assert shown(table) == every | {"batches", "fields", "on_change"}
+    assert shown(table) == every | {"fields", "on_change"}
 
 
 def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
