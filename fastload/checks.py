@@ -1,6 +1,6 @@
-"""Checks of arguments that several rooms have; and sizes in bytes, times and money, from text and to text.
+"""Checks of arguments and calls that several rooms have; and sizes, times and money, from text and to text.
 
-So the same mistake has the same words everywhere.
+So the same mistake has the same words everywhere, and its traceback shows the line of the user.
 """
 
 from __future__ import annotations

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
 
-PACKAGE = str(Path(__file__).parent)  # of the files whose frames are fastload's
+# The folder of the files whose frames are fastload's. Not of fastload_train.py beside it.
+PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def printable(text: str, keep: str = "") -> str:

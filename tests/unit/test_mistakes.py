@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Callable
@@ -218,6 +219,16 @@ def test_traceback_shows_the_code_of_the_user(num_workers: int, root: Path) -> N
     with pytest.raises(DecodeError, match="HTML") as caught:
         list(loader)
     assert "in crop_of_no_image" in "".join(traceback.format_exception(caught.value))
+
+
+def test_traceback_shows_a_script_beside_the_package(root: Path) -> None:
+    script = f"{PACKAGE.rstrip(os.sep)}_train.py"
+    names: dict[str, Any] = {"crop": CenterCrop(8)}
+    exec(compile("def broken(image): return crop(b'<html>')", script, "exec"), names)
+    loader = DataLoader(ImageFolder(root / "photos", names["broken"]), 1)
+    with pytest.raises(DecodeError, match="HTML") as caught:
+        list(loader)
+    assert script in [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
 @pytest.mark.parametrize(
