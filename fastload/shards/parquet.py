@@ -229,13 +229,14 @@ class ParquetDataset(ShardDataset):
         super().close()
         self._groups.drop()
         self._column_groups.drop()
+        self._group_source.drop()
 
     def _numbering(self) -> str:
         return super()._numbering() + self._files.digest
 
     def _source(self) -> Source:
         if self._batches == "columns":
-            return self._group_source()
+            return self._group_source.get()
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
         return _RowSource(
@@ -316,7 +317,7 @@ class ParquetDataset(ShardDataset):
     def _cache_key(self, record: int) -> bytes:
         if self._batches == "rows":
             return super()._cache_key(record)
-        return self._group_source().cache_key(record)
+        return self._group_source.get().cache_key(record)
 
     def _cache_keys(self, index: int) -> list[bytes]:
         if self._batches == "rows":
@@ -335,7 +336,11 @@ class ParquetDataset(ShardDataset):
 
         return self._cache_key_at(shard, f"{FORM} {group}")
 
-    def _group_source(self) -> GroupSource:
+    @cached_property
+    def _group_source(self) -> ProcessLocal[GroupSource]:
+        return ProcessLocal(self._new_group_source)
+
+    def _new_group_source(self) -> GroupSource:
         from fastload.shards.column_groups import GroupSource
 
         return GroupSource(self._shards, self._files, self._groups.get(), self._group_key)
@@ -353,7 +358,7 @@ class ParquetDataset(ShardDataset):
         blocks = self._files.blocks(self._options)
         return ColumnGroups(
             self._groups.get(),
-            self._group_source(),
+            self._group_source.get(),
             self._prefetchers.get(),
             schema=self._files.schema,
             forms=self._forms,
