@@ -25,7 +25,7 @@ Numbers = NDArray[np.int64]
 
 
 class FileForm(NamedTuple):
-    """What one file of a sample is in each row: a list of objects or one, ranges of them or whole ones."""
+    """The form of one file of a sample: a list of objects or one, ranges of them or whole ones."""
 
     is_list: bool
     is_range: bool

@@ -266,7 +266,7 @@ class File:
 
     @property
     def range_text(self) -> str:
-        """What `range` is, in messages."""
+        """The name of `range` in messages."""
         return f"range={self.range!r} of File({self.column!r})"
 
     def __repr__(self) -> str:

@@ -104,7 +104,7 @@ class FieldTransforms:
 
     @property
     def list_crops(self) -> dict[str, Crop]:
-        """Those among them that take the images of lists, by field."""
+        """The fused transforms that take the images of lists, by field."""
         if not self._lists or not isinstance(self.transform, Mapping):
             return {}
         parts = {name: current_transform(self.transform.get(name)) for name in self._lists}

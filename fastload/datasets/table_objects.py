@@ -73,7 +73,7 @@ def table_objects(files: Sequence[File], table: Any, url: str, read_from: str = 
 
 
 class _FileColumns:
-    """What the columns of one `File` say.
+    """The objects that the columns of one `File` name.
 
     Attributes:
         lengths: int64, shape (rows,), how many objects each row has.

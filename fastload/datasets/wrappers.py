@@ -334,12 +334,8 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
         path, holder, asks = holders.popleft()
         if type(holder).__module__.startswith("fastload.") and _home(type(holder)) is None:
             asks = None
-        elif asks is None and type(view_of(holder)) in (
-            PlainView,
-            StoreView,
-            ColumnsView,
-        ):  # it is not seen through
-            path, asks = "", holder
+        elif asks is None and (isinstance(view := view_of(holder), StoreView) or type(view) is PlainView):
+            path, asks = "", holder  # it is not seen through
         for where, value in _contents(holder):
             if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):
                 continue

@@ -1,4 +1,4 @@
-"""Ranges of objects as samples, of which neighbours are read by one request.
+"""Ranges of objects as samples. Neighbours are read by one request.
 
 a.bin  [0, 64K) [64K, 128K) [130K, 194K)   ...   [9M, 9M + 64K)
        └───────── one request ─────────┘         another one
@@ -15,13 +15,11 @@ from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 from fastload.store.manifest import Manifest
 
-# Bytes between two ranges that are read in vain rather than asked around.
+# Bytes between two ranges that are read and dropped, so that both come by one request.
 _GAP = 16 << 10
 # Bytes of one request for several samples. Longer ones would only hold back the first of them: what is
 # transferred side by side is faster.
 _GROUP = 1 << 20
-
-
 _MARK = " @ "  # in the name of a record, between its object and its offset
 
 

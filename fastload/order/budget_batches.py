@@ -68,7 +68,7 @@ def checked_sizes(sizes: Any, budget: float, *, whole: bool) -> Numbers:
             "list, an array or a column of numbers"
         )
     if numbers.dtype.kind not in "iuf":
-        odd = next((number for number, size in enumerate(numbers.tolist()) if not _is_number(size)), None)
+        odd = next((number for number, size in enumerate(numbers.tolist()) if not is_real(size)), None)
         what = f"values of type {numbers.dtype}" if odd is None else f"{numbers[odd]!r} at sizes[{odd}]"
         raise ArgumentError(f"sizes must be numbers, found {what}: fill in what is missing, or leave it out")
     if numbers.dtype.kind == "f":
@@ -86,8 +86,9 @@ def checked_sizes(sizes: Any, budget: float, *, whole: bool) -> Numbers:
     return numbers.astype(np.int64 if whole or numbers.dtype.kind in "iu" else np.float64)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_real(value: Any) -> bool:
+    """Return whether a value is one number, of Python or numpy. A bool is none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _check_each(numbers: Numbers, bad: Numbers, wanted: str) -> None:

@@ -23,6 +23,7 @@ from fastload.order.budget_batches import (
     SizeClasses,
     bucket_labels,
     checked_sizes,
+    is_real,
     packed_batches,
     padded_batches,
 )
@@ -32,7 +33,7 @@ _KEPT = 2  # epochs whose batches stay in memory: the one that runs, and one tha
 
 
 class BudgetPlan(NamedTuple):
-    """What an epoch has, before anything of it is read.
+    """The size of an epoch, before anything of it is read.
 
     Attributes:
         steps: batches of each rank.
@@ -76,17 +77,17 @@ class BudgetSampler(DistributedSampler):
 
     Args:
         sizes: a number above 0 for each sample of the dataset, at most the budget: a list, an array, a tensor
-            or a column of a table. At least `budget / n` of each lets no batch have more than n samples.
+            or a column of a table. To have at most n samples in a batch, raise smaller sizes to `budget / n`.
         budget: of a batch, in the same unit.
         by: None, or the bucket of each sample, a whole number or text: a batch has samples of one bucket.
-        tolerance: how much smaller than the largest size of its batch a size may be, as a part of that: 0.1
-            lets a batch have sizes from 90 to 100. 0 allows equal sizes only, 1 any. Smaller means less
-            padding, and more batches that are not full: each class of sizes has one. Without effect on packed
+        tolerance: from 0 to 1, how much smaller than the largest size of its batch a size may be: 0.1 lets a
+            batch have sizes from 90 to 100, 0 equal sizes only, 1 any. A smaller tolerance means less
+            padding, and more batches that are not full: each class of sizes has one. No effect on packed
             samples.
         pack: fill each batch up to the budget with whole samples, whose sizes are whole numbers: best fit,
             the largest first, within windows of the shuffled order. See `fastload.PackTokens`.
-        together: so many neighbouring batches have samples of the same bucket and of similar sizes. With the
-            number of ranks, no rank waits for one with longer samples, but for few steps at the end.
+        together: number of neighbouring batches whose samples have the same bucket and similar sizes. Give
+            the number of ranks: no rank then waits for one with longer samples, except in the last steps.
         num_replicas, rank, seed: as for `DistributedSampler`.
         shuffle: draw batches and their samples from a permutation of (seed, epoch); else both are in the
             order of the indices, as far as sizes allow.
@@ -118,7 +119,7 @@ class BudgetSampler(DistributedSampler):
         drop_last: bool = False,
     ) -> None:
         self.budget = _checked_budget(budget, pack)
-        if not _is_real(tolerance) or not 0 <= tolerance <= 1:
+        if not is_real(tolerance) or not 0 <= tolerance <= 1:
             raise ArgumentError(f"tolerance must be from 0 to 1, found {tolerance!r}: 0.1 allows 10 % less")
         self.tolerance, self.pack, self.together = tolerance, bool(pack), whole_number("together", together)
         if pack and together != 1:
@@ -243,7 +244,7 @@ class _BySize(NamedTuple):
 
 
 class _Made:
-    """What was made of the sizes, and can be made again. Copies of a sampler share it; no pickle has it."""
+    """Results that can be made again from the sizes. Copies of a sampler share them; no pickle has them."""
 
     def __init__(self) -> None:
         self.batches: dict[int, Batches] = {}
@@ -276,15 +277,11 @@ def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any) -> None:
 
 
 def _checked_budget(budget: Any, pack: bool) -> float:
-    if not _is_real(budget) or not 0 < budget < float("inf"):
+    if not is_real(budget) or not 0 < budget < float("inf"):
         raise ArgumentError(f"budget must be a number above 0, found {budget!r}: the most of a batch")
     if pack and budget != int(budget):
         raise ArgumentError(f"budget must be a whole number with pack=True, found {budget!r}")
     return int(budget) if budget == int(budget) else float(budget)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _digest(numbers: Numbers) -> str:

@@ -266,7 +266,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
                 f"load what state_dict() of a fastload.{type(self).__name__} returned"
             )
-        for name in (*self._compared, *(["window"] if "window" in own else [])):
+        for name in [name for name in self._compared if name in own]:
             if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
@@ -406,6 +406,8 @@ class ShardSampler(DistributedSampler):
     Raises:
         ArgumentError: as `DistributedSampler`.
     """
+
+    _compared: ClassVar[tuple[str, ...]] = (*DistributedSampler._compared, "window")
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def forms_of(schema: Any, fields: Mapping[str, str]) -> Forms:
 
 
 class GroupSource(Source):
-    """What is read are row groups, numbered over all files.
+    """A sample of this source is a row group. They are numbered over all files.
 
     Args:
         shards, files: of the dataset.
