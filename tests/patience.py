@@ -5,6 +5,7 @@ It is long, as machines are shared: nothing waits that long while all is well.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -31,3 +32,15 @@ def runs(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:  # it has gone between the two questions
         return False
+
+
+def of_session(session: int) -> list[psutil.Process]:
+    """The processes that run in a session: its leader and all that it started, which need not be children."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and runs(process):
+                members.append(process)
+        except ProcessLookupError:
+            continue
+    return members

@@ -1,4 +1,4 @@
-"""What has grown over the hours, by the log of the resident trainer; and the chart of it."""
+"""Growth over the hours, by the log of the resident trainer; and its chart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def growth(lines: Lines) -> dict[str, float]:
 
 
 def grown(lines: Lines) -> list[str]:
-    """What has grown by more than is allowed, in words."""
+    """Return each growth above its limit, in words."""
     return [
         f"{name} grew by {value:.1f} (allowed: {ALLOWED[name]})"
         for name, value in growth(lines).items()

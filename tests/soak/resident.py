@@ -13,6 +13,7 @@ import select
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ SETTLE = 20.0  # seconds: how long what has ended may take to go
 
 
 def held(cache: Path) -> dict[str, float]:
-    """What this process and those that it started hold."""
+    """Return the resources of this process and of those that it started."""
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
     return {
-        "memory": sum(pss(process.pid) for process in family) / 1e6,
+        "memory": sum(map(pss_of, family)) / 1e6,
         "descriptors": me.num_fds(),
         "threads": me.num_threads(),
         "processes": len(family),
@@ -38,13 +39,11 @@ def held(cache: Path) -> dict[str, float]:
     }
 
 
-def pss(pid: int) -> int:
+def pss_of(process: psutil.Process) -> int:
     """Proportional memory of a process, in bytes; 0: it has gone."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+    with suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
+    return 0
 
 
 def train(job: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 
 import fastload
-from tests.patience import runs, wait_until
+from tests.patience import of_session, wait_until
 from tests.soak.world import World, key_of, label_of
 
 SILENCE = 300.0  # seconds without a batch: it hangs
@@ -87,10 +86,10 @@ class Run:
             if all(any("digest" in line for line in log) for log in logs):
                 self._take(logs, point, (self.epochs, 0))
                 break
-            found = newest_state(trainers[0].states, logs)
-            if found is not None:
-                self._take(logs, point, found[0])
-                point, state = found
+            newest = newest_state(trainers[0].states, logs)
+            if newest is not None:
+                self._take(logs, point, newest[0])
+                point, state = newest
             leg += 1
         self._check(logs[0][-1]["digest"] if self.ranks == [1] else None)
 
@@ -266,19 +265,8 @@ def started(run: Run, leg: int, state: Path | None, *, quiet: bool = False) -> I
             if trainer.process.poll() is None:
                 trainer.process.kill()
                 trainer.process.wait(60)
-        wait_until(lambda: not any(left(trainer) for trainer in trainers), "no process of a trainer is left")
-
-
-def left(trainer: Trainer) -> list[psutil.Process]:
-    """The processes that a trainer has left behind: all that it started are of its session."""
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == trainer.process.pid and runs(process):
-                processes.append(process)
-        except ProcessLookupError:
-            continue
-    return processes
+        sessions = [trainer.process.pid for trainer in trainers]
+        wait_until(lambda: not any(map(of_session, sessions)), "no process of a trainer is left")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

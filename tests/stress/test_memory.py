@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import psutil
 import pytest
 
 from fastload.cli.demo.s3_server import S3Server, delay_proxy, find_rclone, serve_s3
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, of_session
 
 pytestmark = [
     pytest.mark.stress,
@@ -77,12 +78,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def pss_of(session: int) -> int:
     """PSS of a trainer and all processes that it started: its store's client is no child of it."""
     total = 0
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session:
-                total += process.memory_full_info().pss
-        except (psutil.Error, ProcessLookupError):
-            continue
+    for process in of_session(session):
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
     return total
 
 
