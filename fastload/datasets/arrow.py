@@ -235,12 +235,17 @@ def is_number(kind: Any) -> bool:
     return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
+def is_text(kind: Any) -> bool:
+    """Return whether values of this type are str."""
+    types = pa.types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
 def is_text_or_bytes(kind: Any) -> bool:
     """Return whether values of this type are str or bytes."""
     types = pa.types
-    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     plain = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return bool(text or plain or types.is_fixed_size_binary(kind))
+    return bool(is_text(kind) or plain or types.is_fixed_size_binary(kind))
 
 
 class TableColumns:

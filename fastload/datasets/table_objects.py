@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fastload.datasets.arrow import is_list, is_text, offset_list
 from fastload.datasets.row_objects import FileForm, Numbers, RowObjects
 from fastload.datasets.sample_files import File, pattern_parts
 from fastload.errors import ArgumentError
@@ -111,8 +112,7 @@ class _FileColumns:
         types, kind = pa.types, column.type
         if types.is_dictionary(kind):
             kind = kind.value_type
-        text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-        if not text and not types.is_integer(kind) and not types.is_null(kind):
+        if not is_text(kind) and not types.is_integer(kind) and not types.is_null(kind):
             raise ArgumentError(
                 f"column {name!r} of the table is {column.type}, and File needs keys of objects, as text"
             )
@@ -163,13 +163,6 @@ class _FileColumns:
         return f"row {row:,}, place {item - int(self.lengths[:row].sum())} of its list"
 
 
-def is_list(kind: Any) -> bool:
-    """Return whether values of an Arrow type are lists."""
-    types = pa.types
-    plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return bool(plain or types.is_list_view(kind) or types.is_large_list_view(kind))
-
-
 def _combined(column: Any) -> Any:
     """Return a column as one array. That of text has offsets of 64 bits: one of 32 holds 2 GiB at most."""
     kind, types = column.type, pa.types
@@ -187,8 +180,7 @@ def _flat(name: str, column: Any) -> tuple[Any, Numbers]:
         raise ArgumentError(
             f"column {name!r} of the table has no list in row {row:,}: drop such rows, or write an empty list"
         )
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        column = pa.array(column.to_pylist(), pa.large_list(column.type.value_type))
+    column = offset_list(column)
     values = column.flatten()
     if is_list(values.type):
         raise ArgumentError(
