@@ -488,7 +488,7 @@ def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
             "pool.h",
             "    Scratch scratch;",
             "    static Scratch scratch;",
-            "ThreadSanitizer: data race",
+            "ThreadSanitizer",  # a report, or the crash that the race caused before it
             "races",
         ),
     ],
