@@ -60,7 +60,7 @@ def photo_folder(count: int, quality: int = QUALITY, photos: str = "dense") -> P
         if real:
             from bench.photographs import write_photographs
 
-            write_photographs(unfinished, count, WORKPLACE / "wheels")
+            write_photographs(unfinished, count, WORKPLACE / "pictures")
         else:
             from fastload.cli.demo.photos import make_dataset
 

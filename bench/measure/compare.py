@@ -3,7 +3,8 @@
     python -m bench compare [--quick] [--resume]        (`make bench`: on a fresh machine, unattended)
 
 2,000 photos of 138 KB on the local disk and on an S3 server behind a round trip; RandomResizedCrop(224) and a
-flip to uint8 in batches of 64. Each contender runs in a process of its own, and peers in an environment of
+flip to uint8 in batches of 64. The most important rows are measured again beside a process that keeps one
+core busy, and with photos of 37 KB (see `bench.photographs`). Each contender runs in a process of its own, and peers in an environment of
 their own, with the number of workers that was fastest in a trial. All take turns, and each turn begins with
 another one. A first epoch has new workers and empty caches; a later one has whatever the loader kept. Server
 and round trip run on the same cores. The page cache is warm.
@@ -17,11 +18,15 @@ compares with what is there.
 from __future__ import annotations
 
 import argparse
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ from bench.peers.contenders import (
     COLD,
     DECODE,
     GROWING,
+    HEADLINE,
     LATER,
     OUTSIDE,
     Contender,
@@ -77,10 +83,11 @@ def install(console: Console) -> dict[str, Any]:
     return {"reasons": reasons, "minutes": (time.perf_counter() - start) / 60}
 
 
-def prepare(folder: Path, count: int) -> None:
+def prepare(folder: Path, photographs: Path, count: int) -> None:
     """Makes the shards and the peers' own files: before the server starts, because it keeps its listings."""
     for form in ("tar", "tfrecord"):
         make_shards(folder, count, form)
+    make_shards(photographs, count, "tar")
     make_own_files(folder, [contender for contender in ALL if is_installed(contender.script)])
 
 
@@ -146,9 +153,49 @@ def later(record: Record, server: S3Server, folder: Path, mode: str, bare: Limit
         return record.rows("later", mode, turns[mode])
 
 
+@contextmanager
+def busy_core() -> Iterator[Callable[[bool], None]]:
+    """A process that computes without end while it is switched on; yields the switch."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            yield lambda on: process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+        finally:
+            process.kill()
+
+
+def headline(
+    record: Record,
+    server: S3Server,
+    folder: Path,
+    section: str,
+    conditions: dict[str, Callable[[], None]],
+) -> dict[str, Any]:
+    """First and later epochs of the most important contenders under each condition, which take turns."""
+    parts, scale = [], record.scale
+    for epoch, chosen in HEADLINE.items():
+        is_later = epoch == "later epochs"
+        conditions[""]()  # for the warm-up
+        with place(server, folder, 0 if is_later else 20) as at:
+            warm_ups = 3 if is_later else 1
+            course = Course(at, is_later, scale.repeats, scale.seconds, record.step, warm_ups)
+            group = contenders_here(record, section, chosen)
+            group = with_workers(record, course, group, "later raw" if is_later else "cold")
+            cases = {f"{epoch}{words}": Case({}, begin) for words, begin in conditions.items()}
+            turns = take_turns(course, group, cases)
+            parts += [record.rows(section, case, turns[case]) for case in cases]
+    return joined(parts)
+
+
+def beside_load(record: Record, server: S3Server, folder: Path) -> dict[str, Any]:
+    with busy_core() as switch:
+        conditions = {"": partial(switch, False), ", one core busy": partial(switch, True)}
+        return headline(record, server, folder, "load", conditions)
+
+
 def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[str, Any]]:
-    """Some contenders with 1, 2, 4 ... workers, up to the cores."""
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(2, CORES)]
+    """Some contenders with 1, 2, 4 ... workers, up to the cores, and with 8."""
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(8, CORES)]
     found = []
     for case, names in GROWING.items():
         is_cold = case.startswith("cold")
@@ -157,7 +204,8 @@ def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[s
         with place(server, folder, 20 if is_cold else 0) as at:
             course = Course(at, not is_cold, record.scale.repeats, 3.0, record.step, 1 if is_cold else 2)
             found += record.rows("growth", case, take_turns(course, many, {case: Case()})[case])["rows"]
-    return [{name: row[name] for name in ("contender", "case", "workers", "rates")} for row in found]
+    kept = ("contender", "case", "workers", "rates", "pss_bytes")
+    return [{name: row[name] for name in kept} for row in found]
 
 
 def decoding(record: Record, server: S3Server, folder: Path, mode: str) -> dict[str, Any]:
@@ -208,8 +256,8 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     scale, before = record.scale, load()
     installed = record.part("installed", lambda: install(console)) if scale.tried else {"minutes": 0.0}
     start = time.perf_counter()
-    folder = photo_folder(scale.images)
-    prepare(folder, scale.images)
+    folder, photographs = photo_folder(scale.images), photo_folder(scale.images, photos="photographs")
+    prepare(folder, photographs, scale.images)
     for (name, section), reason in OUTSIDE.items():
         record.miss(name, section, reason)
     machine = record.part("machine", lambda: machine_limits(WORKPLACE))
@@ -220,6 +268,11 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
             record.part(f"later {mode}", lambda mode=mode: later(record, server, folder, mode, bare))
             for mode in LATER
         ]
+        found.append(record.part("load", lambda: beside_load(record, server, folder)))
+        plain: dict[str, Callable[[], None]] = {"": lambda: None}
+        found.append(
+            record.part("photographs", lambda: headline(record, server, photographs, "photographs", plain))
+        )
         found += [
             record.part(f"decode {mode}", lambda mode=mode: decoding(record, server, folder, mode))
             for mode in DECODE
@@ -243,6 +296,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
         "settings": {
             "images": scale.images,
             "image_bytes": mean_bytes(folder),
+            "photograph_bytes": mean_bytes(photographs),
             "size": SIZE,
             "batch": BATCH,
             "repeats": scale.repeats,

@@ -8,6 +8,7 @@ __all__ = [
     "COLD",
     "DECODE",
     "GROWING",
+    "HEADLINE",
     "LATER",
     "OUTSIDE",
     "WITH_OWN_FILES",
@@ -59,6 +60,7 @@ COLD = (
     Contender("MosaicML Streaming", "mosaicml", "", (2, 4), f"its own shards (MDS); {PILLOW}", NOT_50),
     Contender("SPDL + boto3", "spdl", "s3", (16, 32), f"{THREADS}; {WHOLE}", NOT_50),
     Contender("Grain + boto3", "grain", "s3", (16, 32), f"{THREADS}; {PILLOW}", NOT_50),
+    Contender("fastload, default cache", "ours", "s3 auto", latencies=(20,)),
     Contender("fastload, filling raw", "ours", "s3 raw", latencies=(20,)),
     Contender("fastload, filling dct", "ours", "s3 dct", latencies=(20,)),
     Contender(
@@ -70,6 +72,7 @@ COLD = (
 LATER = {
     "raw": (
         Contender("fastload", "ours", "s3 raw"),
+        Contender("fastload, default cache", "ours", "s3 auto"),
         Contender("torchvision ImageFolder", "torch_files", "", (2, 4), PILLOW),
         Contender("WebDataset", "webdataset", "", (2, 4), f"shuffled within 1,000 photos; {PILLOW}"),
         Contender("LitData, chunks", "litdata", "chunks", (2, 4), f"its own chunks; {PILLOW}"),
@@ -110,8 +113,21 @@ DECODE = {
 }
 # The contenders whose numbers of workers are compared.
 GROWING = {
-    "cold 20 ms": ("fastload", "WebDataset"),
+    "cold 20 ms": ("fastload", "torch + boto3", "WebDataset"),
     "later raw": ("fastload", "torchvision ImageFolder"),
+}
+# Those of both kinds of epochs that also run beside other load, and with other photos.
+HEADLINE = {
+    "first epoch": tuple(
+        contender
+        for contender in COLD
+        if contender.name in ("fastload", "fastload, default cache", "torch + boto3", "WebDataset")
+    ),
+    "later epochs": tuple(
+        contender
+        for contender in LATER["raw"]
+        if contender.name in ("fastload", "fastload, default cache", "torchvision ImageFolder", "tf.data")
+    ),
 }
 # Contenders that cannot take part in a section.
 OUTSIDE = {

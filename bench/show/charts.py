@@ -29,7 +29,11 @@ Specification = dict[str, Any]
 FONT = "Inter, Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
 BAR = 26  # pixels a bar with the gap to the next
 NAMES = 190  # pixels for the names at the left
-BEST = ("fastload", "fastload, tar shards", "fastload, filling raw")  # our rows beside the best of the others
+BEST = (
+    "fastload",
+    "fastload, tar shards",
+    "fastload, default cache",
+)  # our rows beside the best of the others
 WIDTH, HEIGHT, LINE = 580, 380, 17  # of the chart of lines, and of a line of text in it
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from fastload.cache.codecs import MODES
 
 __all__ = [
+    "BUSY",
+    "EPOCHS",
     "MAIN",
     "best_other",
     "cases",
@@ -30,7 +32,12 @@ __all__ = [
 ]
 
 MAIN = "20 ms"  # the round trip by which first epochs are sorted
-ORDER = ("0 ms", "20 ms", "50 ms", "100 ms", *MODES, "float32", "uint8")
+BUSY = ", one core busy"  # ends the name of a case that was measured beside other load
+EPOCHS = ("first epoch", "later epochs")
+ORDER = (
+    *("0 ms", "20 ms", "50 ms", "100 ms", *MODES, "float32", "uint8"),
+    *(f"{epoch}{load}" for epoch in EPOCHS for load in ("", BUSY)),
+)
 
 Document = dict[str, Any]
 Row = dict[str, Any]

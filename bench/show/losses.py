@@ -12,8 +12,14 @@ __all__ = ["Loss", "losses", "paragraph"]
 
 Document = dict[str, Any]
 
-PLACES = {"cold": "first epoch", "later": "later epochs", "decode": "decode only", "handover": "hand-over"}
-UNITS = {"cold": "images/s", "later": "images/s", "decode": "images/s", "handover": "samples/s"}
+PLACES = {
+    "cold": "first epoch",
+    "later": "later epochs",
+    "load": "beside other load",
+    "photographs": "smaller photos",
+    "decode": "decode only",
+    "handover": "hand-over",
+}
 # What no other loader does, if none is better in that kind of figure.
 NEVER = {
     "Rate": "has a higher rate",
@@ -64,7 +70,9 @@ def losses(document: Document) -> list[Loss]:
     for section, place in PLACES.items():
         for case in cases(document, section):
             rows = rows_of(document, section, case)
-            found += _among(rows, "Rate", "rates", 1, UNITS[section], place, case)
+            found += _among(
+                rows, "Rate", "rates", 1, "samples/s" if section == "handover" else "images/s", place, case
+            )
             for what, key, divisor, unit in COSTS:
                 found += _among(rows, what, key, divisor, unit, place, case)
     return found + list(_growing(document))

@@ -11,6 +11,8 @@ from bench.show.figures import MAIN, best_other, median, number, ours_of, rows_o
 __all__ = ["markdown"]
 
 PICTURES = "../bench/results"  # from docs/
+_OTHER_LOAD = "The same processes, in turns on an idle machine and beside a process that keeps one core busy:"
+_WORKERS = "Images per second, and the memory of all processes (small), over the number of workers:"
 
 Document = dict[str, Any]
 
@@ -27,6 +29,13 @@ def markdown(document: Document) -> str:
     if tables.cases(document, "later"):
         parts.append(_section("Later epochs", "From a full cache or the local disk:"))
         parts += [*_pictures(document, "later-epochs"), tables.later_epochs(document)]
+    if text := tables.other_load(document):
+        parts.append(_section("Beside other load", f"{_OTHER_LOAD}\n\n{text}"))
+    if text := tables.photographs(document):
+        size = number(document["settings"]["photograph_bytes"] / 1000)
+        parts.append(_section("Smaller photos", f"Photos of {size} KB (`bench/photographs.py`):\n\n{text}"))
+    if text := tables.workers(document):
+        parts.append(_section("Workers and memory", f"{_WORKERS}\n\n{text}"))
     parts.append(_section("Where others win", losses.paragraph(document)))
     if text := tables.growth(document):
         parts.append(_section("More objects, larger objects", text))

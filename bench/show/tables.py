@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.show.figures import (
+    BUSY,
+    EPOCHS,
     MAIN,
     cases,
     find,
@@ -24,6 +26,9 @@ __all__ = [
     "first_epoch",
     "growth",
     "later_epochs",
+    "other_load",
+    "photographs",
+    "workers",
 ]
 
 Document = dict[str, Any]
@@ -137,6 +142,47 @@ def _epoch_line(document: Document, row: Row) -> list[str]:
         number(median(row["cpu_seconds_per_1000"])),
         number(_scaled(row["pss_bytes"], 1e6)),
     ]
+
+
+def other_load(document: Document) -> str:
+    """The rates of both kinds of epochs, on an idle machine and with one core kept busy, and their ratio."""
+    lines = []
+    for epoch in EPOCHS:
+        for at, row in enumerate(rows_of(document, "load", epoch)):
+            beside = find(rows_of(document, "load", f"{epoch}{BUSY}"), row["contender"])
+            if beside is not None:
+                idle, busy = median(row["rates"]), median(beside["rates"])
+                figures = [number(idle), number(busy), number(busy / idle)]
+                lines.append([epoch if at == 0 else "", _name(document, row["contender"]), *figures])
+    return table(["", "images/s", "idle", "one core busy", "ratio"], lines, texts=2) if lines else ""
+
+
+def photographs(document: Document) -> str:
+    """Both kinds of epochs with smaller photos."""
+    lines = []
+    for epoch in EPOCHS:
+        rows = rows_of(document, "photographs", epoch)
+        lines += [[epoch if at == 0 else "", *_epoch_line(document, row)] for at, row in enumerate(rows)]
+    headings = ["", "", "images/s", "min–max", "CPU, s per 1,000", "memory, MB"]
+    return table(headings, lines, texts=2) if lines else ""
+
+
+def workers(document: Document) -> str:
+    """Rate and memory over the number of workers."""
+    entries = document["growth"]["workers"]
+    counts = sorted({entry["workers"] for entry in entries})
+    lines = []
+    for case, name in dict.fromkeys((entry["case"], entry["contender"]) for entry in entries):
+        by = {e["workers"]: e for e in entries if (e["case"], e["contender"]) == (case, name)}
+        cells = [
+            "–"
+            if count not in by
+            else f"{number(median(by[count]['rates']))} <sub>{number(_scaled(by[count]['pss_bytes'], 1e6))} MB</sub>"
+            for count in counts
+        ]
+        lines.append([case.replace("cold", "first epoch,"), _name(document, name), *cells])
+    headings = ["", "images/s with workers:", *(str(count) for count in counts)]
+    return table(headings, lines, texts=2) if lines else ""
 
 
 def growth(document: Document) -> str:
