@@ -4,10 +4,10 @@
 
 2,000 photos of 138 KB on the local disk and on an S3 server behind a round trip; RandomResizedCrop(224) and a
 flip to uint8 in batches of 64. The most important rows are measured again beside a process that keeps one
-core busy, and with photos of 37 KB (see `bench.photographs`). Each contender runs in a process of its own, and peers in an environment of
-their own, with the number of workers that was fastest in a trial. All take turns, and each turn begins with
-another one. A first epoch has new workers and empty caches; a later one has whatever the loader kept. Server
-and round trip run on the same cores. The page cache is warm.
+core busy, and with photos of 37 KB (see `bench.photographs`). Each contender runs in a process of its own,
+and peers in an environment of their own, with the number of workers that was fastest in a trial. All take
+turns, and each turn begins with another one. A first epoch has new workers and empty caches; a later one has
+whatever the loader kept. Server and round trip run on the same cores. The page cache is warm.
 
 Writes bench/results/compare-DATE.json (its schema: bench/show/compare.schema.json; with --quick the name ends
 in -quick), and prints its tables as docs/benchmarks.md shows them (see `bench.show.report`). --resume

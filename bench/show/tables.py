@@ -174,15 +174,16 @@ def workers(document: Document) -> str:
     lines = []
     for case, name in dict.fromkeys((entry["case"], entry["contender"]) for entry in entries):
         by = {e["workers"]: e for e in entries if (e["case"], e["contender"]) == (case, name)}
-        cells = [
-            "–"
-            if count not in by
-            else f"{number(median(by[count]['rates']))} <sub>{number(_scaled(by[count]['pss_bytes'], 1e6))} MB</sub>"
-            for count in counts
-        ]
+        cells = [_rate_and_memory(by.get(count)) for count in counts]
         lines.append([case.replace("cold", "first epoch,"), _name(document, name), *cells])
     headings = ["", "images/s with workers:", *(str(count) for count in counts)]
     return table(headings, lines, texts=2) if lines else ""
+
+
+def _rate_and_memory(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return f"{number(median(row['rates']))} <sub>{number(_scaled(row['pss_bytes'], 1e6))} MB</sub>"
 
 
 def growth(document: Document) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from bench.__main__ import commands
 from bench.data import RESULTS
+from bench.show import report
 from fastload.cli.demo.s3_server import find_rclone
 
 pytestmark = [
@@ -26,7 +27,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-RESULT = RESULTS / "compare-2026-11-21.json"
 SHORT = {
     "budget": ["--samples", "2000", "--large", "20000", "--rounds", "1"],
     "cache": [],
@@ -44,7 +44,7 @@ SHORT = {
     "handover": ["--repeats", "1", "--batches", "10"],
     "later": ["--images", "256", "--rounds", "1", "--passes", "1"],
     "moxing": ["--quick", "--images", "64", "--results", "RESULTS"],
-    "node": [str(RESULT)],
+    "node": [str(report.newest())],
     "plan": ["--images", "6000", "--repeats", "1"],
     "published": ["--photos", "200", "--repeats", "1"],
     "ranges": ["--quick", "--parts", "64"],

@@ -104,9 +104,17 @@ def cells(line: str) -> list[str]:
 def test_every_table_is_whole(small: Document) -> None:
     """In each table of the text, all lines have as many cells as the heading."""
     tables_found = re.findall(r"(?:^\|.*\n?)+", report_page.markdown(small), re.MULTILINE)
-    assert len(tables_found) == 4
+    assert len(tables_found) == 7
     for text in tables_found:
         assert len({len(cells(line)) for line in text.splitlines()}) == 1, text
+
+
+def test_other_load_is_a_ratio_to_the_idle_machine(small: Document) -> None:
+    lines = [cells(line) for line in tables.other_load(small).splitlines()[2:]]
+    assert lines == [
+        ["first epoch", "**fastload**", "1,000", "600", "0.600"],
+        ["", "WebDataset <sup>2,3</sup>", "800", "400", "0.500"],
+    ]
 
 
 # --- where fastload loses
@@ -209,7 +217,7 @@ def test_the_readme_shows_the_best_of_the_others(small: Document) -> None:
             "**1,000**",
         ],
         ["first epoch from S3, tar shards", "50.0 (torch + s3fs)", "1,100 (WebDataset)", "**1,400**"],
-        ["later epochs, the original JPEGs (`raw`)", "–", *lines[4][2:]],
+        ["later epochs, from the default cache", "–", *lines[4][2:]],
     ]
     assert lines[5][0].startswith("memory in the first epoch, MB") and lines[5][3] == "**400**"
     assert "WebDataset (shuffled within 1,000 photos)" in text
