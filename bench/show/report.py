@@ -3,7 +3,7 @@
     python -m bench report                 # of the newest full result in bench/results
     python -m bench report RESULT.json
 
-Writes the charts into bench/results, and text between the marks of README.md, docs/benchmarks.md and the pages
+Writes the charts into bench/results, and text between the marks of README.md, docs/benchmarks.md and
 docs/coming-from/PEER.md, so that a figure of this run has the same value everywhere.
 """
 

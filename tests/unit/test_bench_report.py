@@ -199,7 +199,7 @@ def test_who_could_not_run_and_what_differs(small: Document) -> None:
 
 def test_a_quick_result_with_little_in_it(small: Document) -> None:
     small["rows"] = small["rows"][2:3]
-    small.update(quick=True, node=None, growth={"workers": [], "objects": [], "sizes": []})
+    small.update(quick=True, growth={"workers": [], "objects": [], "sizes": []})
     report.check(small)
     text = report_page.markdown(small)
     assert "--quick" in text and "latency" not in text and "Later" not in text
