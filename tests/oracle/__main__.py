@@ -1,6 +1,7 @@
 """Random jobs on both sides.
 
 python -m tests.oracle --jobs 100000 --seed 1 --start 0     # goes on after the last job that is printed
+python -m tests.oracle --jobs 10000 --kind parts             # of one kind of data
 python -m tests.oracle --job '{"kind": "tar", ...}'          # one job
 """
 
@@ -22,7 +23,7 @@ import torch
 from tests.oracle.jobs import random_job, settled, shrink, told
 from tests.oracle.judge import Difference, judge
 from tests.oracle.known import name_of
-from tests.oracle.worlds import Job
+from tests.oracle.worlds import KINDS, Job
 
 
 def differences(job: Job) -> list[Difference]:
@@ -63,6 +64,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=list(KINDS), help="of the data of all jobs; any")
     parser.add_argument("--job", type=json.loads, help="one job, as JSON")
     parser.add_argument("--no-known", action="store_true", help="tell known faults like others")
     parser.add_argument("--shrink", action="store_true", help="shrink each failing job")
@@ -82,7 +84,7 @@ def main() -> int:
     names: Counter[str] = Counter()
     failed, begun = 0, time.monotonic()
     for number in range(given.start, given.start + given.jobs):
-        job = random_job(number, given.seed)
+        job = random_job(number, given.seed, given.kind)
         found = differences(job)
         names.update({name_of(job, one) for one in found} - {""})
         new = [one for one in found if not name_of(job, one)]

@@ -50,11 +50,11 @@ MADE_ANEW = ("subset", "weighted", "list", "own", "pairs", "batches", "node")  #
 FIXED = ("sequential", "generator", "replacement", "eval", "list", "own", "pairs", "batches", "batch-sampler")
 
 
-def random_job(number: int, seed: int = 0) -> Job:
-    """The job of a number."""
+def random_job(number: int, seed: int = 0, kind: str | None = None) -> Job:
+    """The job of a number, with data of a given kind or of any."""
     rng = random.Random(f"{seed} {number}")
     chance = lambda share: rng.random() < share  # noqa: E731
-    kind = rng.choice(list(KINDS))
+    kind = kind or rng.choice(list(KINDS))
     form = KINDS[kind]
     job: Job = {
         "kind": kind,
