@@ -12,6 +12,8 @@ from bench.show.figures import MAIN, best_other, median, number, ours_of, rows_o
 __all__ = ["markdown"]
 
 PICTURES = "../bench/results"  # from docs/
+_DECODING = "Photos in memory, decoded, cropped and resized; no loader:"
+_HANDING_OVER = "Ready samples of 224 pixels, from two workers to the training loop:"
 _OTHER_LOAD = "The same processes, in turns on an idle machine and beside a process that keeps one core busy:"
 _WORKERS = "Images per second, and the memory of all processes (small), over the number of workers:"
 
@@ -30,6 +32,10 @@ def markdown(document: Document) -> str:
     if tables.cases(document, "later"):
         parts.append(_section("Later epochs", "From a full cache or the local disk:"))
         parts += [*_pictures(document, "later-epochs"), tables.later_epochs(document)]
+    if tables.cases(document, "decode"):
+        parts.append(_section("Decoding on one core", f"{_DECODING}\n\n{tables.decoding(document)}"))
+    if tables.cases(document, "handover"):
+        parts.append(_section("Handing over", f"{_HANDING_OVER}\n\n{tables.handing_over(document)}"))
     if text := tables.other_load(document):
         parts.append(_section("Beside other load", f"{_OTHER_LOAD}\n\n{text}"))
     if text := tables.photographs(document):

@@ -23,9 +23,11 @@ from bench.show.figures import (
 
 __all__ = [
     "beside",
+    "decoding",
     "differences",
     "first_epoch",
     "growth",
+    "handing_over",
     "later_epochs",
     "other_load",
     "photographs",
@@ -120,6 +122,24 @@ def later_epochs(document: Document) -> str:
     """The fastest first in each mode, and the mode's limits below."""
     headings = ["", "images/s", "min–max", "CPU, s per 1,000", "memory, MB"]
     return table(["mode", *headings], _by_mode(document, "later"), texts=2)
+
+
+def decoding(document: Document) -> str:
+    """The same for photos in memory, on one core and without a loader; nothing of memory."""
+    headings = ["mode", "", "images/s", "min–max", "CPU, s per 1,000"]
+    return table(headings, [line[:-1] for line in _by_mode(document, "decode")], texts=2)
+
+
+def handing_over(document: Document) -> str:
+    """The rates at which batches of ready samples come, by their dtype."""
+    dtypes = cases(document, "handover")
+    names = dict.fromkeys(row["contender"] for row in rows_of(document, "handover"))
+    found = {dtype: rows_of(document, "handover", dtype) for dtype in dtypes}
+    lines = [
+        [_name(document, name)] + [_with_spread(name, find(found[dtype], name)) for dtype in dtypes]
+        for name in names
+    ]
+    return table(["samples/s", *dtypes], lines)
 
 
 def _by_mode(document: Document, section: str) -> list[list[str]]:

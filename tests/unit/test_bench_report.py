@@ -104,7 +104,7 @@ def cells(line: str) -> list[str]:
 def test_every_table_is_whole(small: Document) -> None:
     """In each table of the text, all lines have as many cells as the heading."""
     tables_found = re.findall(r"(?:^\|.*\n?)+", report_page.markdown(small), re.MULTILINE)
-    assert len(tables_found) == 7
+    assert len(tables_found) == 9
     for text in tables_found:
         assert len({len(cells(line)) for line in text.splitlines()}) == 1, text
 
