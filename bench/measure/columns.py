@@ -1,11 +1,10 @@
 """Rows a second of a table of numbers on one core: columns, rows, and what others make of the same file.
 
     python -m bench columns [--rows 2000000] [--columns 20] [--batch 4096 16384 65536] [--rounds 5]
-                            [--python P] [--json]
+                            [--save]
 
-One Parquet file of float32 columns on the local disk, in row groups of 64,000
-rows; shuffled where the side can.
-Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads
+One Parquet file of float32 columns on the local disk, in row groups of 64,000 rows; shuffled where the side
+can. Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads
 the file once to warm up (fastload fills its cache), and then once more, which counts: wall time, and the CPU
 time of the process and its workers. On a busy machine only the CPU time says something.
 
@@ -18,20 +17,19 @@ time of the process and its workers. On a busy machine only the CPU time says so
     datasets           Hugging Face's `with_format("torch")` in torch's loader, shuffled; of a twentieth
     datasets, batched  the same, asked for whole batches (`__getitems__`)
 
-P is a Python that has `datasets`; without it the last two are left out.
+The last two run in an environment of their own, see `bench.peers.environment`. --save writes
+bench/results/columns-DATE.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +37,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import ROOT
+from bench.data import ROOT, write_result
+from bench.peers.environment import Unavailable, python_of
+from fastload.cli.report import describe_machine
 
 SIDES = (
     "arrow",
@@ -51,7 +51,7 @@ SIDES = (
     "datasets",
     "datasets, batched",
 )
-SLOW = ("rows", "datasets")
+SLOW = ("rows", "datasets", "datasets, batched")
 _SHARE = 20  # the slow sides read a file of so many times fewer rows
 _CHILD = r"""
 import os, resource, sys, time
@@ -135,6 +135,15 @@ def show(results: dict[tuple[int, str], list[tuple[float, float]]]) -> Table:
     return table
 
 
+def peer_python() -> str | None:
+    """A Python that has Hugging Face's datasets, if it can be installed."""
+    try:
+        return str(python_of("huggingface"))
+    except Unavailable as error:
+        print(f"left out: datasets: {error}", file=sys.stderr)
+        return None
+
+
 def _medians(found: list[tuple[float, float]]) -> tuple[float, float]:
     wall, cpu = zip(*found, strict=True)
     return statistics.median(wall), statistics.median(cpu)
@@ -146,10 +155,10 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=20)
     parser.add_argument("--batch", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python", help="a Python with Hugging Face's datasets")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", action="store_true", help="write bench/results/columns-DATE.json")
     arguments = parser.parse_args()
-    sides = [side for side in SIDES if arguments.python or not side.startswith("datasets")]
+    peer, load = peer_python(), os.getloadavg()
+    sides = [side for side in SIDES if peer or not side.startswith("datasets")]
     results: dict[tuple[int, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         whole, few = Path(scratch, "whole.parquet"), Path(scratch, "few.parquet")
@@ -158,17 +167,20 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for size in arguments.batch:
                 for side in sides:
-                    python = arguments.python if side.startswith("datasets") else sys.executable
+                    python = peer if peer and side.startswith("datasets") else sys.executable
                     path = few if side in SLOW else whole
                     done = run(side, python, path, Path(scratch, f"{side} of {path.stem}"), size)
                     results.setdefault((size, side), []).append(done)
-    if arguments.json:
-        rows: list[dict[str, Any]] = [
-            {"batch": size, "side": side, "rounds": found} for (size, side), found in results.items()
+    Console().print(show(results))
+    if arguments.save:
+        medians = {case: _medians(found) for case, found in results.items()}
+        found = [
+            {"batch": size, "side": side, "rows_per_second": wall, "rows_per_cpu_second": cpu}
+            for (size, side), (wall, cpu) in medians.items()
         ]
-        print(json.dumps({"rows": arguments.rows, "columns": arguments.columns, "results": rows}, indent=1))
-    else:
-        Console().print(show(results))
+        about = {"bench": "columns", **describe_machine(), "rows": arguments.rows, "rounds": arguments.rounds}
+        loads = {"load_before": load, "load_after": os.getloadavg()}
+        print(write_result({**about, "columns": arguments.columns, "results": found, **loads}))
 
 
 if __name__ == "__main__":

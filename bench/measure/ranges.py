@@ -1,6 +1,6 @@
 """Parts of large objects: `File(range=)` beside a torch dataset with ranged reads of boto3 and of s3fs.
 
-`python -m bench ranges [--parts 1600] [--repeats 5] [--quick] [--json]`. Parts of 64 KB of objects of 25 MB,
+`python -m bench ranges [--parts 1600] [--repeats 5] [--quick] [--save]`. Parts of 64 KB of objects of 25 MB,
 on an S3 server 20 ms away that runs on the same cores; 2 workers; batches of 32; no cache. All contenders
 take turns, and each starts its workers anew. In order, neighbours of a batch come by one request.
 """
@@ -8,7 +8,6 @@ take turns, and each starts its workers anew. In order, neighbours of a batch co
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
-from bench.data import ROUND_TRIP, WORKERS, WORKPLACE
+from bench.data import ROUND_TRIP, WORKERS, WORKPLACE, write_result
 from bench.measure.epochs import median_ratio
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.cli.report import describe_machine
@@ -118,13 +117,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", type=int, default=1600)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write bench/results/ranges-DATE.json")
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse()
-    console = Console(stderr=given.json, width=110)
+    console = Console(width=110)
     torch.set_num_threads(1)
     document: dict[str, Any] = {"bench": "ranges", **describe_machine(), "load_before": os.getloadavg()}
     rows = rows_of(given.parts)
@@ -151,8 +150,8 @@ def main() -> None:
         console.print(f"{name:52}{ratio:6.2f}")
     document |= {"parts": given.parts, "rates": rates, "requests": requests, "ratios": ratios}
     document["load_after"] = os.getloadavg()
-    if given.json:
-        print(json.dumps(document))
+    if given.save:
+        print(write_result(document))
 
 
 if __name__ == "__main__":
