@@ -58,6 +58,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 autodoc_inherit_docstrings = False
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True

@@ -1,0 +1,2 @@
+assert len(field) == 7 and (values[:, 0, 0] == numbers).all()
+field.close()
