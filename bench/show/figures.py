@@ -79,9 +79,11 @@ def limit_of(document: Document, row: Row) -> Row | None:
     return next((x for x in document["limits"] if (x["section"], x["case"], x["name"]) == place), None)
 
 
-def limits_of(document: Document, rows: Iterable[Row]) -> list[Row]:
-    """The limits of the rows, each once."""
+def limits_of(document: Document, rows: Sequence[Row]) -> list[Row]:
+    """The limits of the rows, each once. What one of the rows surpasses is no limit, and is left out."""
     found = [limit for row in rows if (limit := limit_of(document, row)) is not None]
+    highest = max((median(row["rates"]) or 0.0 for row in rows), default=0.0)
+    found = [limit for limit in found if median(limit["rates"]) >= highest]
     return [limit for i, limit in enumerate(found) if limit not in found[:i]]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bench.show.figures import MAIN, cases, is_ours, median, number, ours_of, rows_of, short_size
+from bench.show.figures import MAIN, cases, find, is_ours, median, number, ours_of, rows_of, short_size
 
 __all__ = ["Loss", "losses", "paragraph"]
 
@@ -100,11 +100,27 @@ def _growing(document: Document) -> Iterator[Loss]:
 def _among(
     rows: list[Document], what: str, key: str, divisor: float, unit: str, place: str, case: str
 ) -> Iterator[Loss]:
-    """Who of the rows is better than ours by the figures under `key`."""
-    sign = 1 if what == "Rate" else -1
+    """Who is better than ours by the figures under `key`, and by rate than the default cache."""
     ours = ours_of(rows)
     if ours is None or ours[key] is None:
         return
+    yield from _better_than(ours, rows, what, key, divisor, unit, place, case)
+    if what == "Rate" and (cached := find(rows, "fastload, default cache")) is not None:
+        found = _better_than(cached, rows, what, key, divisor, unit, place, f"{case}, default cache")
+        yield from (loss for loss in found if loss.theirs <= median(ours[key]) / divisor)
+
+
+def _better_than(
+    ours: Document,
+    rows: list[Document],
+    what: str,
+    key: str,
+    divisor: float,
+    unit: str,
+    place: str,
+    case: str,
+) -> Iterator[Loss]:
+    sign = 1 if what == "Rate" else -1
     others = [row for row in rows if is_ours(row["contender"]) and row is not ours and row[key] is not None]
     best = max(others, key=lambda row: sign * median(row[key]), default=None)
     for row in rows:

@@ -21,21 +21,9 @@ TORCH = ("torch + boto3", "torch + s3fs", "torchvision ImageFolder")
 ROWS = (
     ("cold", MAIN, "fastload", "first epoch from S3, one photo per object"),
     ("cold", MAIN, "fastload, default cache", "the same, filling the default cache"),
-    (
-        "load",
-        f"first epoch{BUSY}",
-        "fastload, default cache",
-        "the same, beside a process that keeps one core busy",
-    ),
+    ("load", f"first epoch{BUSY}", "fastload, default cache", "the same, while one core is kept busy"),
     ("cold", MAIN, "fastload, tar shards", "first epoch from S3, tar shards"),
     ("later", "raw", "fastload, default cache", "later epochs, from the default cache"),
-    (
-        "load",
-        f"later epochs{BUSY}",
-        "fastload, default cache",
-        "the same, beside a process that keeps one core busy",
-    ),
-    ("later", "shrunk", "fastload", "later epochs, smaller JPEGs (`shrunk`)"),
     ("later", "decoded", "fastload", "later epochs, pixels (`decoded`)"),
 )
 
