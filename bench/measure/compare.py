@@ -50,7 +50,7 @@ from bench.peers.contenders import (
 )
 from bench.peers.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.peers.peer import make_own_files
-from bench.show import node, report, report_page
+from bench.show import report, report_page
 from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.cli.report import describe_machine
 
@@ -283,7 +283,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))
     record.step("larger objects")
     sizes = record.part("growth, sizes", lambda: growth.sizes(scale.object_bytes, scale.repeats))
-    document = {
+    return {
         "bench": "compare",
         "schema": 1,
         "commit": commit(),
@@ -310,7 +310,6 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
         "machine_limits": machine,
         "growth": {"workers": workers, "objects": objects, "sizes": sizes},
     }
-    return document | {"node": node.predict(document)}
 
 
 def mean_bytes(folder: Path) -> int:

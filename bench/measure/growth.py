@@ -1,12 +1,13 @@
 """Growth of the data set: the start with more objects, and the rate with larger ones.
 
-    python -m bench growth [--quick] [--json]
+    python -m bench growth [--quick | --objects N] [--json]
 
-Objects: the time from the start of a process to its first batch, with a thousand to a million objects behind
-the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a new
-process each time. From 1,000,000 objects on, the two peers run beside each other, because each keeps only
-one core busy. "again" is a second process with the same cache: fastload keeps the listing in it. Memory is
-the PSS of all processes at the first batch; the common pages of two contenders count half each.
+Objects: the time from the start of a process to its first batch, with a thousand to ten million objects
+behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
+new process each time. From 1,000,000 objects on, the two peers run beside each other, because each keeps only
+one core busy; over 10,000,000 they do not run, as each takes 20 minutes. "again" is a second process with the
+same cache: fastload keeps the listing in it. Memory is the PSS of all processes at the first batch; the
+common pages of two contenders count half each.
 
 Sizes: bytes per second of objects of 10 KiB to 10 MiB, nothing decoded, from the S3 server 20 ms away, with 2
 workers that run already. obstore alone, in two processes with 32 threads each, is the limit.
@@ -36,7 +37,8 @@ __all__ = ["objects", "sizes"]
 
 TOGETHER = 1_000_000  # objects, from which on listing takes each peer more than a minute
 TURNS_SECONDS = 10.0  # after which no further turn begins
-MOST_SECONDS = 150.0
+ALONE = 10_000_000  # objects, from which on only fastload runs
+MOST_SECONDS = 400.0
 
 
 def main() -> None:
@@ -44,15 +46,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
+    parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         return run_until_first_batch(SimpleNamespace(**json.loads(given.start)))
+    # Not above: the processes whose start is measured import this module too.
+    from bench.measure.record import QUICK, Scale
+
     repeats = 2 if given.quick else 5
-    counts = (1_000, 10_000) if given.quick else (1_000, 10_000, 100_000, 1_000_000)
-    byte_counts = (10 << 10, 1 << 20) if given.quick else (10 << 10, 100 << 10, 1 << 20, 10 << 20)
-    found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats)}
+    scale = QUICK if given.quick else Scale()
+    counts, byte_counts = scale.objects, scale.object_bytes
+    if given.objects:
+        counts, byte_counts = (given.objects,), ()
+    found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
     show(found, to_stderr=given.json)
     if given.json:
         print(json.dumps(found))
@@ -71,7 +79,7 @@ class Start(NamedTuple):
 def objects(counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each count and contender: at least one turn of all, at most `repeats`, within about 10 s.
 
-    A contender without a first batch within 150 s has no row.
+    A contender without a first batch within 400 s has no row.
     """
     from bench.measure.listing_server import bucket_of, serve_listing
 
@@ -109,6 +117,8 @@ def take_turn(job: dict[str, Any], rows: dict[str, dict[str, Any]], *, beside: b
         again = start(job | {"contender": OURS, "cache": cache})
         row["again_seconds"] += [round(again.seconds, 3)] if again else []
         row["manifest_bytes"] = sum(path.stat().st_size for path in Path(cache).rglob("*.manifest"))
+    if row["objects"] >= ALONE:
+        return
     with ThreadPoolExecutor(2 if beside else 1) as pool:
         jobs = [job | {"contender": name} for name in (S3FS, BOTO3)]
         for name, made in zip((S3FS, BOTO3), pool.map(start, jobs), strict=True):
@@ -140,9 +150,7 @@ def start(job: dict[str, Any]) -> Start | None:
         seconds = time.perf_counter() - begin
         timer.cancel()
         if said == "first batch\n":
-            from bench.peers.peer import (
-                memory_of,  # not above: the started process imports this module too
-            )
+            from bench.peers.peer import memory_of
 
             return Start(seconds, memory_of(process.pid))
         errors.seek(0)

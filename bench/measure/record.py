@@ -27,7 +27,7 @@ class Scale:
     # as images: cut after 5 s, the epochs that fill a cache lost up to a sixth of their images.
     seconds: float = 10.0
     tried: bool = True  # whether peers are installed and numbers of workers tried
-    objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
     object_bytes: tuple[int, ...] = (10 << 10, 100 << 10, 1 << 20, 10 << 20)
     quick: bool = False
 

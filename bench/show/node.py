@@ -1,13 +1,10 @@
-"""What a node of 8 H100 would get, and 128 of them: the arithmetic of `fastload plan` on measured costs.
+"""What a node of 8 H100 would get, and 64 of them: the arithmetic of `fastload plan` on measured costs.
 
     python -m bench node bench/results/compare-DATE.json
 
 Nothing of this was run on such a node. Costs are fitted from the rows of fastload in the document of
 `python -m bench compare`; the node is a description from public pages, and every assumption is printed. The
 check is the same arithmetic for the machine that was measured on, against what was measured there.
-
-Beside what the document holds, the command prints what the loaders could make if the GPUs took it, and what
-the store is asked for without a cache, and in epoch 2 where any node reads any sample.
 """
 
 from __future__ import annotations
@@ -15,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.show.figures import MAIN, find, rows_of
+from bench.show.figures import MAIN, find, number, rows_of, table
 from fastload.cache.codecs import MODES
 from fastload.cli.plan.model import (
     NODE_REQUESTS,
@@ -33,9 +30,9 @@ from fastload.cli.plan.model import (
     predict_epoch,
 )
 
-__all__ = ["checks", "fit", "predict", "predictions"]
+__all__ = ["Predicted", "checks", "fit", "listing", "markdown", "predictions"]
 
-NAME, NODES = "8 x H100", 128
+NODES = 64
 GPUS = 8
 GPU_RATE = 400 / 0.224  # images/s
 CORES = 96  # vCPUs
@@ -45,31 +42,32 @@ NETWORK = 80e9 / 8  # bytes/s
 DISK_READ = 1.6e6 * 4096  # bytes/s
 DISK_WRITE = DISK_READ / 2
 IMAGES = 14_197_122
+LISTED = 100_000_000
 REQUEST_SECONDS = 0.022
+PREFIX_REQUESTS = 5_500  # GETs a second
+PREFIX_SOURCE = "docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html"
 STORED_BYTES = {"dct": 152_041.0, "shrunk": 42_687.0, "decoded": 360_000.0}  # 400 x 300 pixels
 
 
-def predict(document: dict[str, Any]) -> dict[str, Any] | None:
-    """What compare's document has under "node"; None where it lacks the rows that it takes.
+@dataclass(frozen=True)
+class Predicted:
+    """An epoch of one of `nodes` equal nodes, which share the data.
 
-    `rate` is what the GPUs get: `wanted`, or what the loaders make where they are the limit. The store is
-    asked for `store_bytes_per_second` meanwhile. `check` is the worse of `checks`.
+    Attributes:
+        possible: images/s that its loaders make if the GPUs take them; `limit` is what bounds them.
+        cores: those that are busy with what the GPUs take.
+        store_bytes, requests, disk_bytes: a second; the disk's are written in a first epoch, and read later.
     """
-    try:
-        fitted = fit(document)
-        found = checks(document, fitted)
-    except LookupError:
-        return None
-    return {
-        "fitted": _named(fitted),
-        "assumptions": [*_assumptions(fitted), *map(_sentence, found.items())],
-        "predictions": [
-            {name: value for name, value in entry.items() if name != "possible"}
-            for entry in predictions(fitted)
-            if entry["mode"] in MODES
-        ],
-        "check": max(found.values(), key=lambda check: abs(check["error"])),
-    }
+
+    mode: str
+    epoch: str
+    possible: float
+    limit: str
+    cores: float
+    store_bytes: float
+    requests: float
+    disk_bytes: float
+    stored_bytes: float
 
 
 # --- fitting
@@ -99,8 +97,8 @@ def fit(document: dict[str, Any]) -> dict[str, float]:
 
 
 def _measured(document: dict[str, Any]) -> list[str]:
-    """The cache modes. Results of before 2026-11-22 have no "dct"."""
-    return [mode for mode in MODES if mode != "dct" or rows_of(document, "later", "dct")]
+    """The cache modes whose later epochs were measured; `raw` has to be."""
+    return [mode for mode in MODES if mode == "raw" or rows_of(document, "later", mode)]
 
 
 def _row(document: dict[str, Any], section: str, case: str, contender: str) -> dict[str, Any]:
@@ -116,31 +114,41 @@ def _cpu(row: dict[str, Any]) -> float:
     return float(median(row["cpu_seconds_per_1000"])) / 1000
 
 
-def _named(fitted: dict[str, float]) -> dict[str, float]:
-    """The costs for people, in KB and ms; and what the GPUs' rate takes of a node's cores."""
-    named = {
-        "KB an image": fitted["image_bytes"] / 1000,
-        "KB from the store an image": fitted["store_bytes"] / 1000,
-        "GETs an image": fitted["requests_per_image"],
-        "core ms of a GET": 1000 * fitted["get_cpu"],
-    }
-    for mode in (mode for mode in MODES if f"decode_cpu_{mode}" in fitted):
-        later = fitted[f"decode_cpu_{mode}"]
-        named[f"core ms of an image from the cache ({mode})"] = 1000 * later
-        named[f"cores of a node busy in later epochs ({mode})"] = GPUS * GPU_RATE * later
-        if (filling := fitted.get(f"fill_cpu_{mode}")) is not None:
-            first = later + filling + fitted["get_cpu"]
-            named[f"core ms of keeping an image ({mode})"] = 1000 * filling
-            named[f"cores of a node busy in epoch 1 ({mode})"] = GPUS * GPU_RATE * first
-    return {name: round(value, 4) for name, value in named.items()}
-
-
 # --- predicting
 
 
-def predictions(fitted: dict[str, float]) -> list[dict[str, Any]]:
-    """The document's, and modes "no cache" and "raw, no partition"; `possible` is what the loaders make."""
-    return [entry for nodes in (1, NODES) for entry in _predictions(fitted, nodes)]
+def predictions(fitted: dict[str, float], nodes: int = 1) -> Iterator[Predicted]:
+    """Both epochs in each measured mode, and without a cache."""
+    data = Data(IMAGES // nodes, fitted["store_bytes"], REQUEST_SECONDS, fitted["get_cpu"], NETWORK)
+    for name in (mode for mode in MODES if f"decode_cpu_{mode}" in fitted):
+        if f"fill_cpu_{name}" in fitted:
+            yield _predicted(fitted, data, name, hits=0)
+        yield _predicted(fitted, data, name, hits=1)
+    yield _predicted(fitted, data, "no cache", hits=0)
+
+
+def _predicted(fitted: dict[str, float], data: Data, name: str, *, hits: int) -> Predicted:
+    node = Node(cores_left(CORES, GPUS), GPUS * WORKERS_PER_GPU, CACHE_BYTES, DISK_WRITE, DISK_READ)
+    demand, cached = Demand(GPUS * GPU_RATE), name != "no cache"
+    mode = _mode(fitted, name) if cached else replace(_mode(fitted, "raw"), prepare_cpu=0.0)
+    found = predict_epoch(data, mode, node, demand, hits=hits, filling=float(cached and not hits))
+    rate = min(found.rate, demand.rate)
+    work = mode.transform_cpu + (1 - hits) * (fitted["get_cpu"] + mode.prepare_cpu)
+    return Predicted(
+        mode=name,
+        epoch=("later" if hits else "first") if cached else "each",
+        possible=found.rate,
+        limit=_limit(found),
+        cores=rate * work,
+        store_bytes=found.egress_bytes / found.seconds,
+        requests=fitted["requests_per_image"] * found.requests / found.seconds,
+        disk_bytes=rate * mode.stored_bytes * cached,
+        stored_bytes=data.objects * mode.stored_bytes * cached,
+    )
+
+
+def _limit(epoch: Epoch) -> str:
+    return min(epoch.stages, key=lambda name: epoch.stages[name])
 
 
 def _mode(fitted: dict[str, float], name: str) -> Mode:
@@ -148,68 +156,28 @@ def _mode(fitted: dict[str, float], name: str) -> Mode:
     return Mode(stored, fitted.get(f"fill_cpu_{name}", 0.0), 0.0, fitted[f"decode_cpu_{name}"])
 
 
-def _predictions(fitted: dict[str, float], nodes: int) -> Iterator[dict[str, Any]]:
-    data = Data(IMAGES // nodes, fitted["store_bytes"], REQUEST_SECONDS, fitted["get_cpu"], NETWORK)
-    node = Node(cores_left(CORES, GPUS), GPUS * WORKERS_PER_GPU, CACHE_BYTES, DISK_WRITE, DISK_READ)
-    demand = Demand(GPUS * GPU_RATE)
-    for name in (mode for mode in MODES if f"decode_cpu_{mode}" in fitted):
-        mode = _mode(fitted, name)
-        if f"fill_cpu_{name}" in fitted:
-            first = predict_epoch(data, mode, node, demand, hits=0, filling=1)
-            yield _entry(name, "first", nodes, demand, first)
-        yield _entry(name, "later", nodes, demand, predict_epoch(data, mode, node, demand, hits=1))
-    raw = _mode(fitted, "raw")
-    plain = replace(raw, prepare_cpu=0.0)
-    for epoch in ("first", "later"):
-        yield _entry("no cache", epoch, nodes, demand, predict_epoch(data, plain, node, demand, hits=0))
-    if nodes > 1:
-        hits = 1 / nodes  # so much of what it reads in epoch 2 a node has read in epoch 1
-        second = predict_epoch(data, raw, node, demand, hits=hits, filling=1 - hits)
-        yield _entry("raw, no partition", "later", nodes, demand, second)
+def listing(document: dict[str, Any], objects: int = LISTED) -> dict[str, float]:
+    """The start of a loader over so many objects: seconds, bytes of memory, bytes of the list on disk.
+
+    What each object adds is taken from the two largest numbers that were measured.
+    """
+    rows = sorted(
+        (row for row in document["growth"]["objects"] if row["contender"] == "fastload"),
+        key=lambda row: row["objects"],
+    )[-2:]
+    if len(rows) < 2:
+        raise LookupError("no two numbers of objects were measured")
+    few, many = rows
+
+    def at(key: str) -> float:
+        low, high = (float(_median(row[key])) for row in (few, many))
+        return high + (objects - many["objects"]) * (high - low) / (many["objects"] - few["objects"])
+
+    return {key: at(key) for key in ("start_seconds", "pss_bytes", "manifest_bytes")}
 
 
-def _entry(mode: str, epoch: str, nodes: int, demand: Demand, found: Epoch) -> dict[str, Any]:
-    return {
-        "node": NAME,
-        "nodes": nodes,
-        "mode": mode,
-        "epoch": epoch,
-        "wanted": round(nodes * demand.rate, 1),
-        "rate": round(nodes * min(found.rate, demand.rate), 1),
-        "possible": round(nodes * found.rate, 1),
-        "limit": found.limit,
-        "store_bytes_per_second": round(nodes * found.egress_bytes / found.seconds),
-    }
-
-
-def _assumptions(fitted: dict[str, float]) -> list[str]:
-    wanted = GPUS * GPU_RATE
-    enough = 1000 * NODE_REQUESTS / wanted
-    stored = ", ".join(f"{size / 1000:,.0f} KB {mode}" for mode, size in STORED_BYTES.items())
-    return [
-        f"an H100 takes {GPU_RATE:,.1f} images/s, batches of 400 in 0.224 s, as MLPerf Storage simulates it "
-        "for ResNet-50 (github.com/mlcommons/storage, resnet50_h100.yaml)",
-        f"a node has {CORES} vCPUs, 28,000 GiB of local NVMe and 80 Gbit/s to the store, as Azure says of ND "
-        "H100 v5 (learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/ndh100v5-series)",
-        f"its NVMe reads {DISK_READ / 1e9:.1f} GB/s, which is 1.6 million times 4 KiB, as Google says of 16 "
-        "local SSDs (cloud.google.com/compute/docs/disks/local-ssd), and writes half of that; Azure gives no "
-        "figure",
-        f"{GPUS} vCPUs are busy with training; {WORKERS_PER_GPU} workers a GPU share the others",
-        "each does what a core of the measured machine does, and they add up: neither memory bandwidth nor "
-        "clocks that sink are in this",
-        f"{IMAGES:,} images, as many as ImageNet-21k has, of {fitted['image_bytes'] / 1000:,.0f} KB; in "
-        f"other modes a sample takes {stored}; the cache holds all of its node's",
-        f"a GET takes {1000 * REQUEST_SECONDS:.0f} ms; {NODE_REQUESTS:,} in flight a node are enough for the "
-        f"GPUs up to {enough:.0f} ms, and where one takes 150 ms they make "
-        f"{NODE_REQUESTS / 0.15:,.0f} images/s a node in epoch 1",
-        "the store gives what it is asked for; nodes do not disturb each other",
-        "partition='node': a node reads its own share, so all nodes together read each object once, and "
-        "later epochs ask the store for nothing",
-        "without a cache later epochs ask it for what the first asks; without a partition epoch 2 does so "
-        f"for all but 1 of {NODES} samples, since other nodes read them in epoch 1",
-        "on the measured machine, epoch 1: store, round trip and client share its cores, and a GET by all of "
-        "them takes the cores' time that it takes in the bare loop",
-    ]
+def _median(value: Any) -> float:
+    return float(median(value)) if isinstance(value, list) else float(value)
 
 
 # --- checking
@@ -243,6 +211,81 @@ def _bare_rate(document: dict[str, Any]) -> float | None:
     return None
 
 
+# --- the text
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """What the documentation shows.
+
+    Raises:
+        LookupError: the document lacks a row that this takes.
+    """
+    fitted = fit(document)
+    found = list(predictions(fitted, NODES))
+    wanted = GPUS * GPU_RATE
+    lines = [
+        [
+            f"`{one.mode}`" if one.mode in MODES else one.mode,
+            one.epoch,
+            number(one.possible),
+            one.limit,
+            number(one.cores),
+            number(NODES * one.store_bytes / 1e9),
+            number(NODES * one.requests),
+            number(one.disk_bytes / 1e9),
+            number(NODES * one.stored_bytes / 1e12),
+        ]
+        for one in found
+    ]
+    headings = (
+        *("cache", "epoch", "a node can make, images/s", "limit", f"cores busy of {CORES}"),
+        *(f"{NODES} nodes ask the store for, GB/s", "GETs/s", "SSD of a node, GB/s", "SSD of all, TB"),
+    )
+    intro = (
+        f"The GPUs of a node take {number(wanted)} images/s. Nothing of this was run: it is the arithmetic\n"
+        "of `fastload plan` on the figures of this run (`python -m bench node`)."
+    )
+    assumed = [f"* {sentence}" for sentence in (*_first_to_break(document, fitted), *_assumptions(fitted))]
+    checked = [f"* {_sentence(named)}" for named in checks(document, fitted).items()]
+    return "\n\n".join([intro, table(headings, lines, texts=2), "\n".join([*assumed, *checked])])
+
+
+def _first_to_break(document: dict[str, Any], fitted: dict[str, float]) -> Iterator[str]:
+    """What limits such a cluster, in sentences."""
+    wanted = NODES * GPUS * GPU_RATE
+    gets = wanted * fitted["requests_per_image"]
+    yield (
+        f"**Requests break first**: {number(gets)} GETs/s in the first epoch, where S3 serves "
+        f"{PREFIX_REQUESTS:,} a prefix ({PREFIX_SOURCE}): {number(gets / PREFIX_REQUESTS)} prefixes"
+    )
+    shards = find(rows_of(document, "cold", MAIN), "fastload, tar shards")
+    if shards is not None:
+        gets = wanted * float(shards["store_requests_per_image"])
+        yield f"tar shards take {number(gets)} GETs/s, {number(gets / PREFIX_REQUESTS)} prefixes"
+    start = listing(document)
+    yield (
+        f"{LISTED:,} objects: the first start lists for {number(start['start_seconds'] / 60)} minutes, "
+        f"the list takes {number(start['pss_bytes'] / 1e9)} GB of memory with 2 workers and "
+        f"{number(start['manifest_bytes'] / 1e9)} GB on the SSD"
+    )
+
+
+def _assumptions(fitted: dict[str, float]) -> list[str]:
+    stored = ", ".join(f"{size / 1000:,.0f} KB `{mode}`" for mode, size in STORED_BYTES.items())
+    return [
+        f"an H100 takes {GPU_RATE:,.0f} images/s, as MLPerf Storage simulates it for ResNet-50 "
+        "(github.com/mlcommons/storage, resnet50_h100.yaml)",
+        f"a node has {CORES} vCPUs, 28,000 GiB of NVMe and 80 Gbit/s to the store "
+        "(learn.microsoft.com/azure/virtual-machines/sizes/gpu-accelerated/ndh100v5-series); the NVMe "
+        f"reads {DISK_READ / 1e9:.1f} GB/s (cloud.google.com/compute/docs/disks/local-ssd), and writes half",
+        f"{GPUS} vCPUs are busy with training, {WORKERS_PER_GPU} threads a GPU share the others, and each "
+        "does what a core of the measured machine does: memory bandwidth and sinking clocks are not in this",
+        f"{IMAGES:,} images of {fitted['image_bytes'] / 1000:,.0f} KB, which the nodes share "
+        f'(`partition="node"`); a sample takes {stored}',
+        f"a GET takes {1000 * REQUEST_SECONDS:.0f} ms, and a node has {NODE_REQUESTS:,} in flight",
+    ]
+
+
 def _sentence(named: tuple[str, dict[str, float]]) -> str:
     case, check = named
     return (
@@ -251,43 +294,16 @@ def _sentence(named: tuple[str, dict[str, float]]) -> str:
     )
 
 
-# --- printing
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("result", type=Path, help="a document of `python -m bench compare`")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    given = parser.parse_args()
-    document = json.loads(given.result.read_text())
+    result = parser.parse_args().result
     try:
-        fitted = fit(document)
+        print(markdown(json.loads(result.read_text())))
     except LookupError as error:
-        raise SystemExit(f"{given.result}: {error}") from None
-    found = predict(document)
-    assert found is not None
-    show(predictions(fitted), found, to_stderr=given.json)
-    if given.json:
-        print(json.dumps(found))
-
-
-def show(entries: list[dict[str, Any]], found: dict[str, Any], *, to_stderr: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
-    table = Table("nodes", "mode", "epoch", "images/s wanted", "possible", "limit", "store, GB/s")
-    for one in entries:
-        store = f"{one['store_bytes_per_second'] / 1e9:,.1f}"
-        rates = f"{one['wanted']:,.0f}", f"{one['possible']:,.0f}"
-        table.add_row(str(one["nodes"]), one["mode"], one["epoch"], *rates, one["limit"], store)
-    console.print(table)
-    for name, value in found["fitted"].items():
-        console.print(f"{name}: {value:,.3g}")
-    for sentence in found["assumptions"]:
-        console.print(f"assumed: {sentence}" if not sentence.startswith("the check") else sentence)
+        raise SystemExit(f"{result}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The result of `python -m bench compare` as a page of the documentation and as the README's table and chart.
+"""The result of `python -m bench compare` as pages of the documentation and as the README's table and chart.
 
     python -m bench report                 # of the newest full result in bench/results
     python -m bench report RESULT.json
 
-Writes the charts into bench/results, and text between the marks of docs/benchmarks.md and of README.md.
+Writes the charts into bench/results, and text between the marks of README.md, docs/benchmarks.md and
+docs/coming-from/PEER.md, so that a figure of this run has the same value everywhere.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ from typing import Any
 import jsonschema
 
 from bench.data import RESULTS, ROOT
-from bench.show import charts, report_page, report_readme
+from bench.show import charts, report_page, report_readme, tables
 
-__all__ = ["PAGE", "README", "check", "include", "newest", "write"]
+__all__ = ["PEERS", "check", "include", "newest", "texts", "write"]
 
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
+# The pages for users of another loader: how the names of its contenders begin.
+PEERS = {
+    "dali": "DALI",
+    "ffcv": "FFCV",
+    "litdata": "LitData",
+    "streaming": "MosaicML",
+    "tfdata": "tf.data",
+    "torch": "torch",
+    "webdataset": "WebDataset",
+}
 SCHEMA = Path(__file__).with_name("compare.schema.json")
 BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
 
@@ -77,18 +87,24 @@ def newest(folder: Path = RESULTS) -> Path | None:
     return max(full, key=lambda path: found[path]["date"], default=None)
 
 
-def write(result: Path, readme: Path = README, page: Path = PAGE, results: Path = RESULTS) -> list[Path]:
-    """Write the two texts and the charts; the paths of the written files."""
+def texts(document: Document) -> dict[str, str]:
+    """What stands between the marks of each page, by its path in the project."""
+    return {
+        "README.md": report_readme.markdown(document),
+        "docs/benchmarks.md": report_page.markdown(document),
+        **{f"docs/coming-from/{page}.md": tables.beside(document, name) for page, name in PEERS.items()},
+    }
+
+
+def write(result: Path, root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
+    """Write the pages of the project in `root`, and the charts; the paths of the written files."""
     document = json.loads(result.read_text())
     check(document)
-    texts = {
-        readme: include(readme.read_text(), report_readme.markdown(document)),
-        page: include(page.read_text(), report_page.markdown(document)),
-    }
+    pages = {root / name: include((root / name).read_text(), text) for name, text in texts(document).items()}
     pictures = charts.draw(document, results)
-    for path, text in texts.items():
+    for path, text in pages.items():
         path.write_text(text)
-    return [*texts, *pictures]
+    return [*pages, *pictures]
 
 
 def main() -> None:

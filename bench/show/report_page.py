@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import Any
 
-from bench.show import charts, losses, tables
+from bench.show import charts, losses, node, tables
 from bench.show.figures import MAIN, best_other, median, number, ours_of, rows_of
 
 __all__ = ["markdown"]
@@ -39,6 +40,10 @@ def markdown(document: Document) -> str:
     parts.append(_section("Where others win", losses.paragraph(document)))
     if text := tables.growth(document):
         parts.append(_section("More objects, larger objects", text))
+    with contextlib.suppress(LookupError):  # a short run lacks rows that it takes
+        parts.append(
+            _section(f"A node of {node.GPUS} GPUs, and {node.NODES} of them", node.markdown(document))
+        )
     return "\n\n".join([*parts, _section("Differences, missing contenders, versions", _notes(document))])
 
 

@@ -22,6 +22,7 @@ from bench.show.figures import (
 )
 
 __all__ = [
+    "beside",
     "differences",
     "first_epoch",
     "growth",
@@ -178,6 +179,40 @@ def workers(document: Document) -> str:
         lines.append([case.replace("cold", "first epoch,"), _name(document, name), *cells])
     headings = ["", "images/s with workers:", *(str(count) for count in counts)]
     return table(headings, lines, texts=2) if lines else ""
+
+
+def beside(document: Document, name: str) -> str:
+    """fastload and the contenders whose names begin with `name`, in both kinds of epochs."""
+    columns: list[tuple[str, str, str, str, float]] = [
+        ("first epoch, images/s", "cold", MAIN, "rates", 1),
+        ("first batch, s", "cold", MAIN, "first_batch_seconds", 1),
+        ("GETs / image", "cold", MAIN, "store_requests_per_image", 1),
+        ("memory, MB", "cold", MAIN, "pss_bytes", 1e6),
+        *(
+            (f"later epochs, `{mode}`, images/s", "later", mode, "rates", 1)
+            for mode in cases(document, "later")
+        ),
+    ]
+    columns = [
+        column
+        for column in columns
+        if any(row["contender"].startswith(name) for row in rows_of(document, *column[1:3]))
+    ]
+    places = dict.fromkeys(column[1:3] for column in columns)
+    rows = [row for place in places for row in rows_of(document, *place)]
+    found = dict.fromkeys(r["contender"] for r in rows if r["contender"].startswith(("fastload", name)))
+    lines = [
+        [_name(document, contender).split(" <sup>")[0]]
+        + [_figure(document, contender, *column[1:]) for column in columns]
+        for contender in found
+        if not contender.startswith("fastload, filling")
+    ]
+    return table(["", *(column[0] for column in columns)], lines)
+
+
+def _figure(document: Document, contender: str, section: str, case: str, key: str, divisor: float) -> str:
+    row = find(rows_of(document, section, case), contender)
+    return "–" if row is None else _bold(contender, number(_scaled(median(row[key]), divisor)))
 
 
 def _rate_and_memory(row: Row | None) -> str:

@@ -9,6 +9,7 @@ ranks has no part in any of this: the batches of an epoch are one list, of which
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -277,21 +278,22 @@ def best_fit(falling: Numbers, budget: int) -> Packing:
     starts = np.concatenate([[0], np.flatnonzero(np.diff(falling)) + 1])
     counts = np.diff(np.append(starts, len(falling))).tolist()
     batches: dict[int, list[int]] = {}  # space that is left -> the batches that have it
-    spaces = 0  # bit s is set: some batch has space s
+    spaces: list[int] = []  # those that some batch has, ascending
     placed: list[int] = []
     used = 0
     for size, count in zip(falling[starts].tolist(), counts, strict=True):
         while count:
-            fitting = spaces >> size
-            space = size + (fitting & -fitting).bit_length() - 1 if fitting else budget
+            at = bisect_left(spaces, size)
+            fits = at < len(spaces)
+            space = spaces[at] if fits else budget
             each = space // size
             wanted = -(-count // each)
-            if fitting:
+            if fits:
                 available = batches[space]
                 chosen = available[-wanted:]
                 del available[-wanted:]
                 if not available:
-                    spaces ^= 1 << space
+                    del spaces[at]
             else:
                 chosen = list(range(used, used + wanted))
                 used += wanted
@@ -301,8 +303,10 @@ def best_fit(falling: Numbers, budget: int) -> Packing:
             count -= each * (len(chosen) - 1) + last
             for numbers, left in ((chosen[:-1], space - each * size), (chosen[-1:], space - last * size)):
                 if left and numbers:
-                    batches.setdefault(left, []).extend(numbers)
-                    spaces |= 1 << left
+                    having = batches.setdefault(left, [])
+                    if not having:
+                        insort(spaces, left)
+                    having += numbers
     return Packing(np.array(placed, np.int64), used)
 
 

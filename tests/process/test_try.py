@@ -49,6 +49,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(autouse=True)
+def logs_go_with_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """24 photos in 3 classes."""

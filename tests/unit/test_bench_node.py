@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from bench.measure.listing_server import Keys, list_page
@@ -56,16 +53,24 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-Entries = list[dict[str, Any]]
+def started(objects: int, seconds: float, memory: int, listed: int) -> dict[str, Any]:
+    return {
+        "contender": "fastload",
+        "objects": objects,
+        "start_seconds": [seconds],
+        "pss_bytes": memory,
+        "manifest_bytes": listed,
+    }
 
 
-@pytest.fixture(scope="module")
-def found() -> Entries:
-    return node.predictions(node.fit(DOCUMENT))
+GROWN: dict[str, Any] = {
+    "growth": {"objects": [started(10, 9, 9, 9), started(2_000, 3, 700, 170), started(1_000, 2, 500, 90)]}
+}
 
 
-def pick(found: Entries, nodes: int, mode: str, epoch: str) -> dict[str, Any]:
-    (one,) = (p for p in found if (p["nodes"], p["mode"], p["epoch"]) == (nodes, mode, epoch))
+def pick(nodes: int, mode: str, epoch: str) -> node.Predicted:
+    found = node.predictions(node.fit(DOCUMENT), nodes)
+    (one,) = (p for p in found if (p.mode, p.epoch) == (mode, epoch))
     return one
 
 
@@ -84,38 +89,40 @@ def test_costs_are_differences_of_the_medians() -> None:
     )
 
 
-def test_one_node(found: Entries) -> None:
+def test_one_node() -> None:
     """88 cores are left of 96, and 64 workers decode; 8 x 400 / 0.224 images are wanted a second."""
-    first = pick(found, 1, "raw", "first")
-    assert first["wanted"] == pytest.approx(14_285.7)
+    first = pick(1, "raw", "first")
     # 1,024 in flight / 22 ms = 46,545; 64 workers / 1 ms = 64,000; 88 cores / 1.3 ms = 67,692;
     # 6.55 GB/s / 2 / 100 KB = 32,768
-    assert (first["possible"], first["limit"]) == (pytest.approx(32_768), "GPUs")
-    assert first["rate"] == first["wanted"]
-    assert first["store_bytes_per_second"] == pytest.approx(14_285.7 * 100_500, rel=1e-5)
-    later = pick(found, 1, "raw", "later")
-    assert (later["possible"], later["store_bytes_per_second"]) == (pytest.approx(64_000), 0)
-    decoded = pick(found, 1, "decoded", "later")
-    assert decoded["possible"] == pytest.approx(1.6e6 * 4096 / 360_000, abs=0.1), "the disk: 18,204"
+    assert (first.possible, first.limit) == (pytest.approx(32_768), "disk write")
+    assert first.store_bytes == pytest.approx(14_285.7 * 100_500, rel=1e-5)
+    assert first.disk_bytes == pytest.approx(14_285.7 * 100_000, rel=1e-5)
+    assert first.cores == pytest.approx(14_285.7 * 0.0013, rel=1e-5)
+    later = pick(1, "raw", "later")
+    assert (later.possible, later.store_bytes, later.requests) == (pytest.approx(64_000), 0, 0)
+    decoded = pick(1, "decoded", "later")
+    assert decoded.possible == pytest.approx(1.6e6 * 4096 / 360_000, abs=0.1), "the disk: 18,204"
 
 
-def test_demand_grows_with_the_number_of_nodes(found: Entries) -> None:
-    for mode, epoch in (("raw", "first"), ("no cache", "first"), ("no cache", "later")):
-        many = pick(found, 128, mode, epoch)
-        assert many["store_bytes_per_second"] == pytest.approx(128 * 14_285.714 * 100_500, rel=1e-4)
-    assert pick(found, 128, "raw", "later")["store_bytes_per_second"] == 0
-    anywhere = pick(found, 128, "raw, no partition", "later")
-    assert anywhere["store_bytes_per_second"] == pytest.approx(127 * 14_285.714 * 100_500, rel=1e-4)
+def test_nodes_share_the_data() -> None:
+    one, many = pick(1, "raw", "first"), pick(64, "raw", "first")
+    assert many.stored_bytes == pytest.approx(one.stored_bytes / 64, rel=1e-5)
+    assert many.requests == pytest.approx(one.requests, rel=1e-4)
+    assert pick(64, "no cache", "each").disk_bytes == 0
 
 
-def test_predictions_fit_the_schema_of_the_document() -> None:
-    found = node.predict(DOCUMENT)
-    assert found is not None
-    schema = json.loads((Path(node.__file__).parent / "compare.schema.json").read_text())
-    jsonschema.validate(found, {"$defs": schema["$defs"], **schema["properties"]["node"]})
-    epochs = {(entry["mode"], entry["epoch"]) for entry in found["predictions"]}
-    assert ("shrunk", "later") in epochs and ("shrunk", "first") not in epochs, "its filling was not measured"
-    assert found["fitted"]["cores of a node busy in epoch 1 (raw)"] == pytest.approx(18.5714), "x 1.3 ms"
+def test_start_over_more_objects_grows_as_the_two_largest_measured() -> None:
+    assert node.listing(GROWN, 3_000) == {
+        "start_seconds": pytest.approx(4),
+        "pss_bytes": pytest.approx(900),
+        "manifest_bytes": pytest.approx(250),
+    }
+
+
+def test_text_says_what_breaks_first() -> None:
+    text = node.markdown(DOCUMENT | GROWN)
+    assert "914,000 GETs/s" in text and "166 prefixes" in text
+    assert "later raw: 2,000 images/s predicted, 1,900 measured (+5.3 %)" in text
 
 
 def test_check_predicts_the_measured_machine() -> None:
@@ -128,10 +135,9 @@ def test_check_predicts_the_measured_machine() -> None:
 
 
 def test_document_without_our_rows_has_no_prediction() -> None:
-    lacking = DOCUMENT | {"rows": [row for row in DOCUMENT["rows"] if row["case"] != "shrunk"]}
-    assert node.predict(lacking) is None
-    with pytest.raises(LookupError, match="no row of 'fastload' in section 'later', case 'shrunk'"):
-        node.fit(lacking)
+    lacking = DOCUMENT | {"rows": [row for row in DOCUMENT["rows"] if row["case"] != "raw"]}
+    with pytest.raises(LookupError, match="no row of 'fastload' in section 'later', case 'raw'"):
+        node.markdown(lacking | GROWN)
 
 
 def test_listing_is_ordered_and_its_pages_join() -> None:

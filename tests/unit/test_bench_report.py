@@ -199,7 +199,7 @@ def test_who_could_not_run_and_what_differs(small: Document) -> None:
 
 def test_a_quick_result_with_little_in_it(small: Document) -> None:
     small["rows"] = small["rows"][2:3]
-    small.update(quick=True, node=None, growth={"workers": [], "objects": [], "sizes": []})
+    small.update(quick=True, growth={"workers": [], "objects": [], "sizes": []})
     report.check(small)
     text = report_page.markdown(small)
     assert "--quick" in text and "latency" not in text and "Later" not in text
@@ -224,6 +224,14 @@ def test_the_readme_shows_the_best_of_the_others(small: Document) -> None:
     assert "benchmarks.html#where-others-win" in text and "compare-best-dark.png" in text
 
 
+def test_page_for_users_of_a_peer_has_its_rows_and_ours(small: Document) -> None:
+    heading, _, *lines = (cells(line) for line in tables.beside(small, "WebDataset").splitlines())
+    assert heading[1:4] == ["first epoch, images/s", "first batch, s", "GETs / image"]
+    names = ["**fastload, tar shards**", "WebDataset", "**fastload**", "**fastload, default cache**"]
+    assert [line[0] for line in lines] == names
+    assert [line[1] for line in lines] == ["**1,400**", "1,100", "**1,000**", "–"]
+
+
 def test_include() -> None:
     page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     once = report.include(page, "new")
@@ -235,7 +243,7 @@ def test_include() -> None:
 
 
 def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both texts and the charts of the newest full result; a quick one is passed over."""
+    """All texts and the charts of the newest full result; a quick one is passed over."""
     monkeypatch.setattr(charts, "CHARTS", {name: charts.CHARTS[name] for name in ("best", "first-epoch")})
     monkeypatch.setattr(report_page, "_pictures", lambda document, *names: [])
     for date, quick in (("2026-11-19", False), ("2026-11-20", False), ("2026-11-21", True)):
@@ -243,16 +251,16 @@ def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (tmp_path / f"compare-{date}.json").write_text(json.dumps(document))
     newest = report.newest(tmp_path)
     assert newest == tmp_path / "compare-2026-11-20.json"
-    readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
-    for path in (readme, page):
+    texts = report.texts(json.loads(newest.read_text()))
+    for name in texts:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{report.BEGIN}\n{report.END}\n")
-    written = report.write(newest, readme, page, tmp_path)
-    document = json.loads(newest.read_text())
-    assert report_readme.markdown(document) in readme.read_text()
-    assert report_page.markdown(document) in page.read_text()
+    written = report.write(newest, tmp_path, tmp_path)
+    assert all(text in (tmp_path / name).read_text() for name, text in texts.items())
     pictures = [f"compare-{name}{dark}.png" for name in ("best", "first-epoch") for dark in ("", "-dark")]
-    assert [path.name for path in written] == ["README.md", "benchmarks.md", *pictures]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[2:])
+    assert [str(path.relative_to(tmp_path)) for path in written] == [*texts, *pictures]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[len(texts) :])
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
@@ -270,6 +278,6 @@ def test_the_pages_have_the_newest_result() -> None:
         pytest.skip("no full result of bench compare is committed yet")
     document = json.loads(newest.read_text())
     report.check(document)
-    for path, part in ((report.README, report_readme), (report.PAGE, report_page)):
-        page = path.read_text()
-        assert report.include(page, part.markdown(document)) == page, "run python -m bench report"
+    for name, text in report.texts(document).items():
+        page = (ROOT / name).read_text()
+        assert report.include(page, text) == page, f"{name}: run python -m bench report"
