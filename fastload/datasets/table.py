@@ -303,7 +303,7 @@ class TableDataset(StoreDataset):
         """Return the cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
         manifest, file = self._manifest, self._rows.place(item).file
-        payloads, part = self._files[file].payloads, self._rows.range_of(item, file)
+        payloads, part = self._files[file].payloads, self._rows.range_of(item)
         version = manifest.version(item) if version is None else version
         parts = () if part is None else (f"bytes={part[0]}-{part[1]}",)
         return self.cache.key(

@@ -231,7 +231,7 @@ class ParquetDataset(ShardDataset):
 
         return ProcessLocal(partial(RowGroups, self._shards, self._files))
 
-    # --- what is read and kept: a row; of columns its row group, as which its first row is asked for
+    # --- what is read, and kept in the cache: a row; of columns its row group, by the id of any of its rows
 
     def _source(self) -> Source:
         if self._batches == "columns":
