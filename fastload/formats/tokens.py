@@ -85,11 +85,7 @@ def header_of(head: Any) -> TokenHeader | None:
 
 
 def npy_header(file: BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return the shape of an array in numpy's format, whether it is in Fortran order, and its type.
-
-    Raises:
-        ValueError, or what else numpy raises: it is no such file, or of another version than 1.0 and 2.0.
-    """
+    """Return (shape, whether in Fortran order, type) of an array in numpy's format, or raise what numpy does."""
     version = np.lib.format.read_magic(file)
     if version not in _READERS:
         raise ValueError(f"its version is {version}, known are 1.0 and 2.0")

@@ -107,7 +107,7 @@ class ColumnGroups(Prefetcher):
 
     def __init__(
         self,
-        source: GroupSource,
+        source: Source,
         cache: Cache | None,
         *,
         counters: Counters,
@@ -122,7 +122,7 @@ class ColumnGroups(Prefetcher):
         self.forms = forms
         self._groups, self._index, self._schema, self._fields = groups, index, schema, fields
         self._most_bytes = 2 * most_bytes
-        self._lock = threading.Lock()  # of what follows, but `cancel` never waits
+        self._lock = threading.Lock()  # of all that follows; `cancel`, as the base has it, never waits for it
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last
         self._damaged: dict[int, DecodeError] = {}
