@@ -85,7 +85,7 @@ def header_of(head: Any) -> TokenHeader | None:
 
 
 def npy_header(file: BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return (shape, whether in Fortran order, type) of an array in numpy's format, or raise what numpy does."""
+    """Return (shape, whether in Fortran order, type) of an array in numpy's format. Raises as numpy does."""
     version = np.lib.format.read_magic(file)
     if version not in _READERS:
         raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
