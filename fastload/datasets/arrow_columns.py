@@ -162,7 +162,7 @@ def _dense(column: Any) -> tuple[Array, Bad, Bad]:
         )
     values, missing, deeper = _dense(decoded(column.flatten()))
     holes = _either(missing, deeper)
-    inside = None if holes is None else holes.reshape(len(column), -1).any(axis=1)
+    inside = None if holes is None else np.any(holes.reshape(len(column), -1), axis=1)
     return values.reshape(len(column), *shape), null, inside
 
 
