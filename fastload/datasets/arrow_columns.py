@@ -29,6 +29,7 @@ _NULL, _NULL_IN_LIST = "is null", "has a null in its list"
 _TOO_LARGE = "is beyond torch's int64"
 
 Bad = NDArray[np.bool_] | None  # rows that no batch can hold; None: there are none
+Reasons = list[tuple[Bad, str]]
 
 
 def column_form(name: str, kind: Any) -> Form:
@@ -86,14 +87,14 @@ def make_chunk(columns: Mapping[str, Any], forms: Mapping[str, Form], *, packed:
             nbytes += column.nbytes
             continue
         if form.jagged:
-            values, offsets, bad, why = _jagged(column)
+            values, offsets, reasons = _jagged(column)
             chunk.lists[name] = values, offsets
-            nbytes += values.nbytes + offsets.nbytes
+            nbytes += offsets.nbytes
         else:
-            values, bad, why = _stacked(column, form)
+            values, reasons = _stacked(column, form)
             chunk.arrays[name] = values
-            nbytes += values.nbytes
-        chunk.faults.extend(Fault(rows, name, text) for rows, text in zip(bad, why, strict=True))
+        nbytes += values.nbytes
+        chunk.faults.extend(Fault(rows, name, why) for rows, why in reasons if rows is not None)
     if packed:
         _pack(chunk, forms)
     return chunk._replace(nbytes=nbytes)
@@ -114,42 +115,35 @@ def _pack(chunk: Chunk, forms: Mapping[str, Form]) -> None:
         chunk.packed.append((same, table))
 
 
-def _stacked(column: Any, form: Form) -> tuple[Array, list[NDArray[np.bool_]], list[str]]:
-    """Return (array, rows that no batch can hold, why) of a column whose rows have one shape."""
+def _stacked(column: Any, form: Form) -> tuple[Array, Reasons]:
+    """Return (array, why rows cannot be held) of a column whose rows have one shape."""
     values, null, inside = _dense(column)
-    reasons = [(null, _NULL), (inside, _NULL_IN_LIST)]
+    reasons: Reasons = [(null, _NULL), (inside, _NULL_IN_LIST)]
     if not form.shape and values.dtype == np.uint64:
         large = values > _MOST
         reasons.append((large if large.any() else None, _TOO_LARGE))
-    return values, [rows for rows, _ in reasons if rows is not None], [w for r, w in reasons if r is not None]
+    return values, reasons
 
 
-def _jagged(column: Any) -> tuple[Array, Rows, list[NDArray[np.bool_]], list[str]]:
+def _jagged(column: Any) -> tuple[Array, Rows, Reasons]:
     column = offset_list(column)
     offsets = column.offsets.to_numpy().astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     values, null, inside = _dense(decoded(column.values.slice(first, last - first)))
     offsets -= first
-    bad, why = [], []
-    if column.null_count:
-        bad.append(_nulls(column))
-        why.append(_NULL)
-    if null is not None or inside is not None:
-        holes = np.zeros(len(values), bool)
-        for items in (null, inside):
-            if items is not None:
-                holes |= items
+    reasons: Reasons = [(_nulls(column), _NULL)]
+    holes = _either(null, inside)
+    if holes is not None:
         counts = np.concatenate([[0], np.cumsum(holes)])
-        bad.append(counts[offsets[1:]] > counts[offsets[:-1]])
-        why.append(_NULL_IN_LIST)
-    return values, offsets, bad, why
+        reasons.append((counts[offsets[1:]] > counts[offsets[:-1]], _NULL_IN_LIST))
+    return values, offsets, reasons
 
 
 def _dense(column: Any) -> tuple[Array, Bad, Bad]:
     """Return (array (rows, *shape), null rows, rows with a null inside) of values of one shape."""
     kind = column.type
     dtype, shape = _fixed(kind) or (None, ())
-    null = _nulls(column) if column.null_count else None
+    null = _nulls(column)
     if is_number(kind):
         if null is not None:
             column = column.fill_null(pa.scalar(0).cast(kind))
@@ -167,17 +161,17 @@ def _dense(column: Any) -> tuple[Array, Bad, Bad]:
             inside,
         )
     values, missing, deeper = _dense(decoded(column.flatten()))
-    inside = None
-    for holes in (missing, deeper):
-        if holes is not None:
-            rows: NDArray[np.bool_] = np.any(holes.reshape(len(column), -1), axis=1)
-            inside = rows if inside is None else inside | rows
+    holes = _either(missing, deeper)
+    inside = None if holes is None else np.any(holes.reshape(len(column), -1), axis=1)
     return values.reshape(len(column), *shape), null, inside
 
 
-def _nulls(column: Any) -> NDArray[np.bool_]:
-    nulls: NDArray[np.bool_] = column.is_null().to_numpy(zero_copy_only=False)
-    return nulls
+def _nulls(column: Any) -> Bad:
+    return column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
+
+
+def _either(one: Bad, other: Bad) -> Bad:
+    return one if other is None else other if one is None else one | other
 
 
 def _plain(kind: Any) -> Any:
@@ -220,12 +214,6 @@ class OneChunk:
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self.forms: Forms = {name: column_form(name, column.type) for name, column in columns.items()}
         self._columns = columns
-
-    def request(self, rows: Rows) -> None:
-        pass
-
-    def cancel(self, rows: Rows) -> None:
-        pass
 
     def locate(self, rows: Rows) -> tuple[Rows, Rows]:
         return np.zeros(len(rows), np.int64), rows

@@ -9,7 +9,7 @@ another way, and it equals the one that `default_collate` makes of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,12 +103,6 @@ class ColumnSource(Protocol):
     """
 
     forms: Forms
-
-    def request(self, rows: Rows) -> None:
-        """Start reading the chunks of these rows."""
-
-    def cancel(self, rows: Rows) -> None:
-        """Drop the chunks of these rows that were requested and are not here yet."""
 
     def locate(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return of each row: the number of its chunk, and its place there."""
@@ -229,10 +223,3 @@ def _ranges(starts: Rows, lengths: Rows) -> Rows:
     """Return the numbers from each start on, `lengths` of them, one range after the other."""
     stops = np.cumsum(lengths)
     return np.arange(stops[-1] if len(stops) else 0) + np.repeat(starts - stops + lengths, lengths)
-
-
-def distinct(numbers: Iterable[int] | Rows) -> Sequence[int]:
-    """Return each number once, in the order in which they come first."""
-    array = np.asarray(numbers)
-    values, firsts = np.unique(array, return_index=True)
-    return values[np.argsort(firsts)].tolist()  # type: ignore[no-any-return]

@@ -95,12 +95,12 @@ class RowObjects:
         row, file = divmod(slot, self._files)
         return Place(row, file, item - self._first(row, file))
 
-    def range_of(self, item: int, file: int | None = None) -> tuple[int, int] | None:
-        """Return the bytes (start, stop) of an object that are read; None: all. `file`: its own, if known."""
-        if self._parts is None or not self.forms[self.place(item).file if file is None else file].is_range:
+    def range_of(self, item: int) -> tuple[int, int] | None:
+        """Return the bytes (start, stop) of an object that are read; None: all."""
+        if self._parts is None:
             return None
         start, stop = self._parts[:, item].tolist()
-        return start, stop
+        return (start, stop) if stop else None
 
     def mix(self, numbers: NDArray[np.uint64], rows: Numbers, manifest: Manifest) -> None:
         """Mix into `numbers`, one for each row, that of its objects: key, version and range of each."""
@@ -114,10 +114,9 @@ class RowObjects:
             mix_all(some)
             some += manifest.identities(items)
             if self._parts is not None:
-                is_range = self._is_range(items)
                 for edge in self._parts[:, items]:
                     mix_all(some)
-                    some += np.where(is_range, edge, 0).view(np.uint64)
+                    some += edge.view(np.uint64)
             numbers[has] = some
 
     def count_distinct(self, keys: Sequence[str]) -> int:
@@ -128,8 +127,8 @@ class RowObjects:
         """Return the bytes that are read of each object."""
         if self._parts is None:
             return manifest.sizes
-        is_range = self._is_range(np.arange(len(self)))
-        return np.where(is_range, self._parts[1] - self._parts[0], manifest.sizes)
+        starts, stops = self._parts
+        return np.where(stops > 0, stops - starts, manifest.sizes)
 
     def check_ends(self, files: Sequence[File], manifest: Manifest) -> None:
         """Compare the ranges with the sizes that were listed.
@@ -139,7 +138,7 @@ class RowObjects:
         """
         if self._parts is None:
             return
-        beyond = (self._parts[1] > manifest.sizes) & self._is_range(np.arange(len(self)))
+        beyond = self._parts[1] > manifest.sizes
         if beyond.any():
             item = int(beyond.argmax())
             row, file, _ = self.place(item)
@@ -153,10 +152,6 @@ class RowObjects:
     def _first(self, row: int, file: int) -> int:
         slot = row * self._files + file
         return slot if self._edges is None else int(self._edges[slot])
-
-    def _is_range(self, items: Numbers) -> NDArray[np.bool_]:
-        slots = items if self._edges is None else np.searchsorted(self._edges, items, "right") - 1
-        return np.array([form.is_range for form in self.forms])[slots % self._files]
 
     def __fingerprint__(self) -> Any:
         _, forms, file = self._state

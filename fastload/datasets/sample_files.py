@@ -26,6 +26,7 @@ from fastload.datasets.payloads import ObjectPayloads, known_images
 from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.formats.tokens import npy_header
 from fastload.images.crop import Crop
 from fastload.images.decode import find_format
 from fastload.images.rng import Rng
@@ -82,14 +83,7 @@ def _open_json(value: Any) -> Any:
 def _open_npy(value: Any) -> Any:
     """Return an array. Its size is checked against the bytes at hand before it is allocated."""
     file = BytesIO(value)
-    version = np.lib.format.read_magic(file)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ValueError(f"npy version {version}")
-    shape, fortran, dtype = read_header(file)
+    shape, fortran, dtype = npy_header(file)
     if dtype.hasobject:
         raise ValueError("an array of Python objects, which only pickle could read")
     count = int(np.prod(shape, dtype=object)) if shape else 1

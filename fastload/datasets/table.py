@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -222,11 +222,11 @@ class TableDataset(StoreDataset):
         """Return key -> indices of the samples that have it, as `key` gives it."""
         rows = {key: self._numbered_row(key) for key in keys}
         if self._files:
-            named = {key: split_name(key) if self._has_ranges else (key, None) for key in rows}
-            objects = self._manifest.find([key for key, _ in named.values()])
-            for name, (key, start) in named.items():
-                items = [item for item in objects.get(key, ()) if self._names_row(item, start)]
-                rows[name] += [self._rows.place(item).row for item in items]
+            named = {key: split_name(key)[0] if self._has_ranges else key for key in rows}
+            objects = self._manifest.find(list(named.values()))
+            for key, name in named.items():
+                found = dict.fromkeys(self._rows.place(item).row for item in objects.get(name, ()))
+                rows[key] += [row for row in found if self._name(row) == key]
         return {key: numbers for key, numbers in rows.items() if numbers}
 
     def _numbered_row(self, key: str) -> list[int]:
@@ -234,12 +234,6 @@ class TableDataset(StoreDataset):
         number = key.removeprefix("row ")
         is_row = number.isdecimal() and key == f"row {int(number)}" and int(number) < self._count
         return [int(number)] if is_row and not self._objects(int(number)) else []
-
-    def _names_row(self, item: int, start: int | None) -> bool:
-        """Return whether an object is the first of its row, and is read from `start` on (None: all of it)."""
-        part = self._rows.range_of(item)
-        is_first = item == self._objects(self._rows.place(item).row)[0]
-        return is_first and start == (None if part is None else part[0])
 
     # --- the layout
 
@@ -262,16 +256,15 @@ class TableDataset(StoreDataset):
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return that of its objects and their versions, and of its values in the table."""
         numbers = np.zeros(len(records), np.uint64)
-        if self._columns is not None and self._batches == "columns":
-            return self._columns.places(records)
         if self._columns is not None:
-            numbers += self._columns.identities(records)
+            identify = self._columns.identities if self._batches == "rows" else self._columns.places
+            numbers += identify(records)
         if self._files:
             self._rows.mix(numbers, records, self._manifest)
         return numbers
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        if self._batches == "rows":
+        if self._files:
             super().prefetch(indices)
 
     def _column_source(self) -> OneChunk:
@@ -279,13 +272,10 @@ class TableDataset(StoreDataset):
 
     @cached_property
     def _chunks(self) -> ProcessLocal[OneChunk]:
-        return ProcessLocal(self._new_chunk)
-
-    def _new_chunk(self) -> OneChunk:
         from fastload.datasets.arrow_columns import OneChunk
 
         assert self._columns is not None
-        return OneChunk(self._columns.arrays)
+        return ProcessLocal(partial(OneChunk, self._columns.arrays))
 
     def _source(self) -> ObjectSource:
         if self._has_ranges:
@@ -302,16 +292,18 @@ class TableDataset(StoreDataset):
 
     def _name(self, record: int) -> str:
         objects = self._objects(record)
-        if not objects:
-            return f"row {record}"
-        part = self._rows.range_of(objects[0]) if self._has_ranges else None
-        return record_name(self._manifest.key(objects[0]), None if part is None else part[0])
+        return self._key_of(objects[0]) if objects else f"row {record}"
+
+    def _key_of(self, item: int) -> str:
+        """Return the key of an object, with the offset of the range of it that is read."""
+        part = self._rows.range_of(item)
+        return record_name(self._manifest.key(item), None if part is None else part[0])
 
     def _cache_key(self, item: int, version: str | None = None) -> bytes:
         """Return the cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
         manifest, file = self._manifest, self._rows.place(item).file
-        payloads, part = self._files[file].payloads, self._rows.range_of(item, file)
+        payloads, part = self._files[file].payloads, self._rows.range_of(item)
         version = manifest.version(item) if version is None else version
         parts = () if part is None else (f"bytes={part[0]}-{part[1]}",)
         return self.cache.key(
@@ -390,10 +382,8 @@ class TableDataset(StoreDataset):
     def _object_name(self, item: int) -> str:
         """Return an object in error messages."""
         row, file, position = self._rows.place(item)
-        leaf, part = self._files[file], self._rows.range_of(item, file)
         place = f"[{position}]" if self._rows.forms[file].is_list else ""
-        name = record_name(self._manifest.key(item), None if part is None else part[0])
-        return f"{name} ({leaf.name}{place} of row {row})"
+        return f"{self._key_of(item)} ({self._files[file].name}{place} of row {row})"
 
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         image = None if self._files else ""

@@ -75,7 +75,7 @@ def header_of(head: Any) -> TokenHeader | None:
     """
     begin = bytes(head[:HEAD])
     if begin.startswith(_NPY):
-        return _npy_header(begin)
+        return _token_header(begin)
     dtype = _LLM_C.get(begin[:8])
     if dtype is None:
         return None
@@ -84,13 +84,18 @@ def header_of(head: Any) -> TokenHeader | None:
     return TokenHeader(_LLM_C_SIZE, dtype, int.from_bytes(begin[8:12], "little"))
 
 
-def _npy_header(begin: bytes) -> TokenHeader:
+def npy_header(file: BytesIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return (shape, whether in Fortran order, type) of an array in numpy's format. Raises as numpy does."""
+    version = np.lib.format.read_magic(file)
+    if version not in _READERS:
+        raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
+    return _READERS[version](file)
+
+
+def _token_header(begin: bytes) -> TokenHeader:
     file = BytesIO(begin)
     try:
-        version = np.lib.format.read_magic(file)
-        if version not in _READERS:
-            raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
-        shape, fortran, dtype = _READERS[version](file)
+        shape, fortran, dtype = npy_header(file)
     except Exception as error:  # hostile bytes: what numpy's parser raises is not documented
         raise DecodeError(f"it begins as a .npy file, and its header cannot be read: {error}") from None
     if not is_token_type(dtype):
@@ -205,7 +210,7 @@ def _lines(body: bytes, most: int) -> DocumentBounds:
 
 
 def _ends(body: bytes) -> DocumentBounds:
-    header = _npy_header(body[:HEAD])
+    header = _token_header(body[:HEAD])
     if len(body) != header.size + header.tokens * header.dtype.itemsize:
         raise DecodeError(f"it has {len(body):,} bytes, and its header says otherwise: {_AGAIN}")
     stops = np.frombuffer(body, header.dtype, header.tokens, header.size).astype(np.int64)

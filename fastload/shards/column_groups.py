@@ -10,27 +10,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from fastload.cache import Cache
 from fastload.datasets.arrow_columns import column_form, make_chunk
-from fastload.datasets.columns import Chunk, Fault, Form, Forms, Rows, distinct
+from fastload.datasets.columns import Chunk, Fault, Form, Forms, Rows
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
 from fastload.formats.sample import dump_row
+from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
+from fastload.shards.index import ShardIndex
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.row_groups import RowGroups, is_file, row_columns
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
-
-FORM = "columns-1"  # of what the cache keeps: raise it when the same row group is kept as something else
 
 
 def forms_of(schema: Any, fields: Mapping[str, str]) -> Forms:
@@ -53,43 +54,33 @@ def forms_of(schema: Any, fields: Mapping[str, str]) -> Forms:
 
 
 class GroupSource(Source):
-    """A sample of this source is a row group. They are numbered over all files.
+    """A sample of this source is a row group, asked for by the packed `RecordId` of any sample in it.
 
     Args:
         shards, files: of the dataset.
         groups: reads row groups.
-        key: (shard, row group) -> cache key.
+        key: `RecordId` -> cache key of the row group.
     """
 
     def __init__(
-        self,
-        shards: ShardList,
-        files: ParquetFiles,
-        groups: RowGroups,
-        key: Callable[[int, int], bytes],
+        self, shards: ShardList, files: ParquetFiles, groups: RowGroups, key: Callable[[int], bytes]
     ) -> None:
         self.store = shards.store
         self._shards, self._files, self._groups, self._key = shards, files, groups, key
-        self._spans = groups.spans()
-
-    def where(self, index: int) -> tuple[int, int]:
-        """Return the file of a row group, and its number there."""
-        span = self._spans[index]
-        return span.shard, self._groups.group_of(span.shard, span.first)
 
     def name(self, index: int) -> str:
-        shard, group = self.where(index)
+        shard, group = self._groups.where(index)
         return f"{self._shards[shard].key}, row group {group}"
 
     def size(self, index: int) -> int:
-        shard, group = self.where(index)
+        shard, group = self._groups.where(index)
         return int(self._files.files[shard].sizes[group])
 
     def cache_key(self, index: int) -> bytes:
-        return self._key(*self.where(index))
+        return self._key(index)
 
     def read(self, index: int, wait: Wait) -> Buffer:
-        shard, group = self.where(index)
+        shard, group = self._groups.where(index)
         try:
             ranges = self._groups.ranges(shard, group, wait)
             pieces = [(start, self._groups.read_range(shard, wait, start, stop)) for start, stop in ranges]
@@ -99,13 +90,16 @@ class GroupSource(Source):
             raise
 
 
-class ColumnGroups:
-    """The row groups of a dataset in one process. See `ColumnSource`.
+class ColumnGroups(Prefetcher):
+    """The prefetcher of row groups, which holds those that batches are made of. See `ColumnSource`.
+
+    A chunk is the samples of a row group, and its number the packed `RecordId` of the first of them.
 
     Args:
-        groups, files: of the dataset.
-        source: reads row groups.
-        prefetcher: of this source.
+        source, cache, counters: as of `Prefetcher`.
+        groups: of the dataset.
+        index: of its samples.
+        schema: of the columns that are read.
         forms: of the fields.
         fields: name -> column.
         most_bytes: what a window of row groups takes: twice as much is held.
@@ -113,22 +107,22 @@ class ColumnGroups:
 
     def __init__(
         self,
-        groups: RowGroups,
-        source: GroupSource,
-        prefetcher: Prefetcher,
+        source: Source,
+        cache: Cache | None,
         *,
+        counters: Counters,
+        groups: RowGroups,
+        index: ShardIndex,
         schema: Any,
         forms: Mapping[str, Form],
         fields: Mapping[str, str],
         most_bytes: int,
     ) -> None:
+        super().__init__(source, cache, prepare=None, counters=counters)
         self.forms = forms
-        self._groups, self._source, self._prefetcher = groups, source, prefetcher
-        self._schema = schema
-        self._fields = fields
+        self._groups, self._index, self._schema, self._fields = groups, index, schema, fields
         self._most_bytes = 2 * most_bytes
-        self._stops = np.cumsum([(span.stop or 0) - span.first for span in groups.spans()])
-        self._lock = threading.Lock()  # of all that follows
+        self._lock = threading.Lock()  # of all that follows; `cancel`, as the base has it, never waits for it
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last
         self._damaged: dict[int, DecodeError] = {}
@@ -137,28 +131,23 @@ class ColumnGroups:
         self._warned = False
         self._table: tuple[int, Any] | None = None  # of which single rows were asked for
 
-    def request(self, rows: Rows) -> None:
+    def request(self, indices: Iterable[int], reader: object = None) -> None:
         with self._lock:
-            known = self._held.keys() | self._requested | self._damaged.keys()
-            missing = [number for number in distinct(self.locate(rows)[0]) if number not in known]
+            known = self._requested.union(self._damaged, self._held)
+            missing = [number for number in indices if number not in known]
             self._requested.update(missing)
         if missing:
-            self._prefetcher.request(missing)
+            super().request(missing, reader)
 
-    def cancel(self, rows: Rows) -> None:
-        numbers = set(distinct(self.locate(rows)[0]))
-        with self._lock:
-            unwanted = numbers & self._requested
-            self._requested -= unwanted
-        self._prefetcher.cancel(unwanted)
-
-    def outstanding(self) -> int:
-        """Return how many row groups were requested and are not held yet."""
-        return len(self._requested)
+    def cancel(self, indices: Iterable[int]) -> None:
+        unwanted = self._requested.intersection(indices)
+        self._requested -= unwanted
+        super().cancel(unwanted)
 
     def locate(self, rows: Rows) -> tuple[Rows, Rows]:
-        chunks = np.searchsorted(self._stops, rows, side="right")
-        return chunks, rows - np.where(chunks > 0, self._stops[chunks - 1], 0)
+        records = self._index.record_ids(rows)
+        firsts = self._groups.firsts_of(records)
+        return firsts, records - firsts
 
     def chunk(self, number: int) -> Chunk:
         with self._loading:
@@ -170,26 +159,26 @@ class ColumnGroups:
                 if number in self._damaged:
                     raise self._damaged[number]
             try:
-                table = self._chosen(number, self._read(number))
+                table = self._read(number)
                 columns = {name: table[column].combine_chunks() for name, column in self._fields.items()}
                 chunk = make_chunk(columns, self.forms, packed=True)
+                self._hold(number, chunk)
             except DecodeError as error:
                 self._damaged[number] = error
                 raise
             finally:
-                with self._lock:
-                    self._requested.discard(number)
-            self._hold(number, chunk)
+                self._requested.discard(number)
             return chunk
 
-    def record(self, row: int) -> memoryview:
-        """Return one row, as a record of `batches="rows"`."""
-        number, place = (int(each[0]) for each in self.locate(np.array([row])))
+    def _get(self, index: int) -> memoryview:
+        """Return a sample alone, as a record of `batches="rows"`."""
+        first = int(self._groups.firsts_of(np.array([index]))[0])
         with self._loading:
-            if self._table is None or self._table[0] != number:
-                self._table = number, self._chosen(number, self._read(number))
-            row_table = self._table[1].slice(place, 1)
-        return dump_row({name: values[0] for name, values in row_columns(row_table).items()})
+            if self._table is None or self._table[0] != first:
+                self._table = first, self._read(first)
+                self._requested.discard(first)
+            row = self._table[1].slice(index - first, 1)
+        return dump_row({name: values[0] for name, values in row_columns(row).items()})
 
     def why_not(self, fault: Fault) -> str:
         return (
@@ -198,11 +187,9 @@ class ColumnGroups:
         )
 
     def _read(self, number: int) -> Any:
-        return _loaded(self._prefetcher.get(number), self._schema)
-
-    def _chosen(self, number: int, table: Any) -> Any:
-        shard, group = self._source.where(number)
-        _, places = self._groups.places(shard, group)
+        """Return the samples of a row group as a table."""
+        table = _loaded(super()._get(number), self._schema)
+        _, places = self._groups.places(*self._groups.where(number))
         return table if len(places) == len(table) else table.take(pa.array(places))
 
     def _hold(self, number: int, chunk: Chunk) -> None:
@@ -215,7 +202,7 @@ class ColumnGroups:
             self._held[number] = chunk
             again = number in self._dropped
             self._dropped.discard(number)
-        if again and not self._warned and len(self._held) < len(self._stops):
+        if again and not self._warned and len(self._held) < len(self._groups.spans()):
             self._warn(number)
 
     def _warn(self, number: int) -> None:

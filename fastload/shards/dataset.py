@@ -108,6 +108,7 @@ class ShardDataset(StoreDataset):
                 self._index.add(shard, table)
         if read_index is not None:
             read_index(self._shards, self._index)
+            self._index.complete()
         self._reads_at_random = False
         self._hint = num_samples
         self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
@@ -175,13 +176,18 @@ class ShardDataset(StoreDataset):
 
         What the cache has is read again only where a shard has no index, or is compressed.
         """
-        if not self._form.in_order:
-            return self.warm(record for shard in shards for record in self._index.records_of(shard))
+        if not self._form.can_stream:
+            return self.warm(self._records_of(shards))
         return self._filling().run(shards)
 
     def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """Return what `_warm_shards` has to read. Raises as `warm`."""
+        if not self._form.can_stream:
+            return self._left_to_warm(self._records_of(shards))
         return self._filling().left(shards)
+
+    def _records_of(self, shards: Iterable[int]) -> Iterator[int]:
+        return (record for shard in shards for record in self._index.records_of(shard))
 
     def _filling(self) -> ShardFilling:
         return ShardFilling(
@@ -200,15 +206,17 @@ class ShardDataset(StoreDataset):
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
-        super().prefetch([index for index in indices if index not in pending])
+        super().prefetch([index for index in indices if index not in pending] if pending else indices)
 
     def _cancel(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
+        others = []
         for index in indices:
             if index in pending:
                 pending.drop(index)
             else:
-                super()._cancel([index])
+                others.append(index)
+        super()._cancel(others)
 
     def _outstanding(self) -> int:
         return super()._outstanding() + len(self._here.get().pending)
@@ -301,7 +309,7 @@ class ShardDataset(StoreDataset):
     def _random_pays(self) -> bool:
         """Return whether to read at random, which is possible: from the cache, or where records are large."""
         count = len(self._index)
-        if count == 0 or not self._form.in_order:
+        if count == 0 or not self._form.can_stream:
             return True
         compressed = self._index.compressed()
         if self.cache is not None:

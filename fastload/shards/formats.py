@@ -78,7 +78,7 @@ class ShardFormat:
         index_files: those that lie beside shards; None: there are none.
         compressed: whether files may be compressed as a whole; None: the first bytes of each say whether it
             is. Where shards have an index of their own, it says so.
-        in_order: whether records lie in a shard in the order of their numbers, so that it can be streamed.
+        can_stream: whether a shard may be read as a stream: its records lie in the order of their numbers.
         listed_in: the key that only its index.json has; "": it has none.
         writer: words for who writes such an index.json.
         required: arguments of the dataset that no file tells. With any, a format is not known by names.
@@ -96,7 +96,7 @@ class ShardFormat:
     read_fields: Callable[[memoryview], dict[str, Any]] | None = None
     index_files: IndexFiles | None = None
     compressed: bool | None = False
-    in_order: bool = True
+    can_stream: bool = True
     listed_in: str = ""
     writer: str = ""
     required: tuple[str, ...] = ()
@@ -217,7 +217,7 @@ BETON = ShardFormat(
     words="named as a file of FFCV (.beton). Read MDS with fastload.MDSDataset, LitData with "
     "fastload.LitDataset, and a tar with fastload.TarDataset",
     title="a file of FFCV",
-    in_order=False,
+    can_stream=False,
 )
 TOKENS = ShardFormat(
     name="tokens",

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Raw
 from fastload.checks import shorten_errors
-from fastload.datasets.columns import distinct
+from fastload.datasets.columns import ColumnSource
 from fastload.datasets.sample_fields import Shape
-from fastload.datasets.store_dataset import SOME, check_batches
-from fastload.datasets.views import note_prefetch
-from fastload.datasets.warm import ToRead, Warmed
+from fastload.datasets.store_dataset import check_batches
 from fastload.errors import FastloadError
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
 from fastload.order.blocks import Blocks
 from fastload.shards.catalog import ShardList
@@ -34,10 +31,10 @@ from fastload.store.failures import Wait
 from fastload.store.node import ProcessLocal
 
 if TYPE_CHECKING:
-    from fastload.shards.column_groups import ColumnGroups, GroupSource
     from fastload.shards.row_groups import RowGroups, Rows
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
+_COLUMNS = "columns-1"  # in the cache keys: raise it when the same row group is kept as something else
 
 
 class _RowSource(RecordSource):
@@ -199,13 +196,14 @@ class ParquetDataset(ShardDataset):
         self._batches = batches
         decoders = decode if isinstance(decode, Mapping) else {}
         self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
-        if batches == "columns":
+        columns = batches == "columns"
+        if columns:
             from fastload.shards.column_groups import forms_of
 
             self._forms = forms_of(self._files.schema, named.columns)
         super().__init__(
             url,
-            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}"),
+            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {columns_read}", can_stream=not columns),
             shards,
             named,
             decode=decode,
@@ -214,29 +212,32 @@ class ParquetDataset(ShardDataset):
             cache=kept_in,
             read_index=self._files.index_rows,
         )
-        if batches == "columns":  # whatever the cache's mode does with images
+        if columns:  # whatever the cache's mode does with images
             self._set_payloads([self._payloads.with_codec(Raw())])
-
-    def prefetch(self, indices: Iterable[int]) -> None:
-        if self._batches == "rows":
-            super().prefetch(indices)
-            return
-        indices = list(indices)
-        note_prefetch(self, indices)
-        self._column_groups.get().request(self._numbers(indices))
 
     def close(self) -> None:
         super().close()
         self._groups.drop()
-        self._column_groups.drop()
-        self._group_source.drop()
 
     def _numbering(self) -> str:
         return super()._numbering() + self._files.digest
 
+    def _blocks(self) -> RecordBlocks:
+        return self._groups.get()
+
+    @cached_property
+    def _groups(self) -> ProcessLocal[RowGroups]:
+        from fastload.shards.row_groups import RowGroups
+
+        return ProcessLocal(partial(RowGroups, self._shards, self._files))
+
+    # --- what is read, and kept in the cache: a row; of columns its row group, by the id of any of its rows
+
     def _source(self) -> Source:
         if self._batches == "columns":
-            return self._group_source.get()
+            from fastload.shards.column_groups import GroupSource
+
+            return GroupSource(self._shards, self._files, self._groups.get(), self._cache_key)
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
         return _RowSource(
@@ -247,121 +248,38 @@ class ParquetDataset(ShardDataset):
             prepare=self._payloads.encode,
         )
 
-    def _blocks(self) -> RecordBlocks:
-        return self._groups.get()
-
-    @cached_property
-    def _groups(self) -> ProcessLocal[RowGroups]:
-        return ProcessLocal(self._new_groups)
-
-    def _new_groups(self) -> RowGroups:
-        from fastload.shards.row_groups import RowGroups
-
-        return RowGroups(self._shards, self._files)
-
-    # --- batches="columns": row groups are read, and kept in the cache
-
-    def _must_stream(self) -> bool:
-        return self._batches == "rows" and super()._must_stream()
-
-    def _shuffle_blocks(self) -> Blocks | None:
-        """See `fastload.order.blocks.blocks_of`."""
-        return None if self._batches == "rows" else self._files.blocks(self._options)
-
-    def _objects_of(self, indices: Iterable[int]) -> Iterable[int]:
+    def _new_prefetcher(self) -> Prefetcher:
         if self._batches == "rows":
-            return super()._objects_of(indices)
-        return distinct(self._column_groups.get().locate(self._numbers(indices))[0])
+            return super()._new_prefetcher()
+        from fastload.shards.column_groups import ColumnGroups
 
-    def _warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
-        if self._batches == "rows":
-            return super()._warm_shards(shards)
-        return self.warm(self._samples_of(shards))
-
-    def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        if self._batches == "rows":
-            return super()._left_to_warm_shards(shards)
-        return self._left_to_warm(self._samples_of(shards))
-
-    def _samples_of(self, shards: Iterable[int]) -> list[int]:
-        return [index for shard in shards for index in range(*self._firsts[shard : shard + 2])]
-
-    def _numbers(self, indices: Iterable[int]) -> NDArray[np.int64]:
-        """Return the rows of indices, which may count from the end."""
-        numbers = np.fromiter(indices, np.int64)
-        numbers[numbers < 0] += len(self)
-        return numbers
-
-    def _cancel(self, indices: Iterable[int]) -> None:
-        if self._batches == "rows":
-            super()._cancel(indices)
-        elif (groups := self._column_groups.peek()) is not None:
-            groups.cancel(self._numbers(indices))
-
-    def _outstanding(self) -> int:
-        if self._batches == "rows":
-            return super()._outstanding()
-        groups = self._column_groups.peek()
-        return 0 if groups is None else groups.outstanding()
-
-    def _get(self, record: int) -> Any:
-        if self._batches == "rows":
-            return super()._get(record)
-        shard, ordinal = RecordId.unpack(record)
-        return self._column_groups.get().record(self._firsts[shard] + ordinal)
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return [0, *itertools.accumulate(self._index.counts())]
+        return ColumnGroups(
+            self._source(),
+            self.cache,
+            counters=self.counters,
+            groups=self._groups.get(),
+            index=self._index,
+            schema=self._files.schema,
+            forms=self._forms,
+            fields=self._named_fields.columns,
+            most_bytes=self._files.blocks(self._options).window * self._files.largest(),
+        )
 
     def _cache_key(self, record: int) -> bytes:
         if self._batches == "rows":
             return super()._cache_key(record)
-        return self._group_source.get().cache_key(record)
+        shard, group = self._groups.get().where(record)
+        return self._cache_key_at(shard, f"{_COLUMNS} {group}")
 
-    def _cache_keys(self, index: int) -> list[bytes]:
+    def _objects_of(self, indices: Iterable[int]) -> Iterable[int]:
         if self._batches == "rows":
-            return super()._cache_keys(index)
-        self._record(index)
-        return [self._cache_key(item) for item in self._objects_of([index])]
+            return super()._objects_of(indices)
+        records = self._index.record_ids(np.fromiter(indices, np.int64))
+        return dict.fromkeys(self._groups.get().firsts_of(records).tolist())
 
-    def _some_keys(self) -> list[bytes]:
-        if self._batches == "rows":
-            return super()._some_keys()
-        count = len(self._files.row_groups())
-        return [self._cache_key(number * count // SOME) for number in range(min(SOME, count))]
+    def _column_source(self) -> ColumnSource:
+        return self._prefetchers.get()  # type: ignore[return-value]
 
-    def _group_key(self, shard: int, group: int) -> bytes:
-        from fastload.shards.column_groups import FORM
-
-        return self._cache_key_at(shard, f"{FORM} {group}")
-
-    @cached_property
-    def _group_source(self) -> ProcessLocal[GroupSource]:
-        return ProcessLocal(self._new_group_source)
-
-    def _new_group_source(self) -> GroupSource:
-        from fastload.shards.column_groups import GroupSource
-
-        return GroupSource(self._shards, self._files, self._groups.get(), self._group_key)
-
-    def _column_source(self) -> ColumnGroups:
-        return self._column_groups.get()
-
-    @cached_property
-    def _column_groups(self) -> ProcessLocal[ColumnGroups]:
-        return ProcessLocal(self._new_column_groups)
-
-    def _new_column_groups(self) -> ColumnGroups:
-        from fastload.shards.column_groups import ColumnGroups
-
-        blocks = self._files.blocks(self._options)
-        return ColumnGroups(
-            self._groups.get(),
-            self._group_source.get(),
-            self._prefetchers.get(),
-            schema=self._files.schema,
-            forms=self._forms,
-            fields=self._named_fields.columns,
-            most_bytes=blocks.window * self._files.largest(),
-        )
+    def _shuffle_blocks(self) -> Blocks | None:
+        """See `fastload.order.blocks.blocks_of`."""
+        return None if self._batches == "rows" else self._files.blocks(self._options)

@@ -33,6 +33,7 @@ from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
 from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
+from fastload.shards.index import RecordId
 from fastload.shards.parquet_files import Numbers, ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.record_fields import NAME_IT
@@ -146,6 +147,19 @@ class RowGroups:
 
     def group_of(self, shard: int, ordinal: int) -> int:
         return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
+
+    def where(self, record: int) -> tuple[int, int]:
+        """Return the file and the row group of a sample, given its packed `RecordId`."""
+        shard, ordinal = RecordId.unpack(record)
+        return shard, self.group_of(shard, ordinal)
+
+    def firsts_of(self, records: Numbers) -> Numbers:
+        """Return the first sample in the row group of each of these, all as packed `RecordId`s."""
+        return self._firsts[np.searchsorted(self._firsts, records, side="right") - 1]
+
+    @functools.cached_property
+    def _firsts(self) -> Numbers:
+        return np.array([RecordId(span.shard, span.first).pack() for span in self.spans()], np.int64)
 
     def numbers(self, shard: int, first: int, stop: int) -> list[int]:
         """Return the numbers of the rows in their file, of the samples [first, stop)."""

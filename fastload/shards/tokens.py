@@ -137,10 +137,7 @@ class TokenDataset(StoreDataset):
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        corpus = self._corpus
-        if corpus.documents is None:
-            return np.full(corpus.samples, corpus.length, np.int64)
-        return corpus.documents.lengths
+        return np.full(len(self), self._corpus.spans(np.arange(len(self)))[1], np.int64)
 
     def __len__(self) -> int:
         return self._corpus.samples
@@ -251,14 +248,15 @@ class _Corpus:
             self.documents = read_documents(shards, ending, dtype, self._firsts, block)
             self.samples = len(self.documents.firsts)
 
-    def size(self, sample: int) -> int:
-        """Return the tokens of a sample."""
-        return self.length if self.documents is None else int(self.documents.lengths[sample])
+    def spans(self, samples: Any) -> tuple[Any, Any]:
+        """Return (number of the first token, tokens) of samples, one or an array of them."""
+        if self.documents is None:
+            return samples * self._block, self.length
+        return self.documents.firsts[samples], self.documents.lengths[samples]
 
     def pieces(self, sample: int) -> list[_Piece]:
         """Return where the tokens of a sample are, in order."""
-        first = sample * self._block if self.documents is None else int(self.documents.firsts[sample])
-        missing = self.size(sample)
+        first, missing = map(int, self.spans(sample))
         shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
         pieces = []
         while missing:
@@ -271,10 +269,7 @@ class _Corpus:
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """Return a number for each sample: of the objects that it is cut from, and where it begins."""
-        if self.documents is not None:
-            first, lengths = self.documents.firsts[samples], self.documents.lengths[samples]
-        else:
-            first, lengths = samples * self._block, np.full(len(samples), self.length)
+        first, lengths = self.spans(samples)
         begin = np.searchsorted(self._firsts, first, side="right") - 1
         end = np.searchsorted(self._firsts, first + lengths - 1, side="right") - 1
         start = first - self._firsts[begin]
@@ -320,7 +315,7 @@ class _TokenSource(Source):
         return self._corpus.name(index)
 
     def size(self, index: int) -> int:
-        return self._corpus.size(index) * self._corpus.itemsize
+        return int(self._corpus.spans(index)[1]) * self._corpus.itemsize
 
     def cache_key(self, index: int) -> bytes:
         return self._key(index)

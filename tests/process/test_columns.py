@@ -307,6 +307,21 @@ def test_each_row_group_is_read_once_an_epoch(tmp_path: Path, caplog: pytest.Log
     assert "asks for rows of more row groups" in caplog.text
 
 
+def test_row_group_is_warmed_as_its_first_row(tmp_path: Path) -> None:
+    url = write(tmp_path / "data", {"id": pa.array(range(COUNT))})
+    dataset = ParquetDataset(url, batches="columns", cache=tmp_path / "cache")
+    firsts = [dataset.key(row) for row in (*range(0, 33, 9), *range(33, COUNT, 9))]
+    assert dataset._left_to_warm(range(COUNT)).objects == len(firsts)
+    assert [dataset.key(warmed.sample) for warmed in dataset.warm(range(COUNT))] == firsts
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_threads_that_make_samples_share_row_groups(seed: int | None, tmp_path: Path) -> None:
+    dataset = ParquetDataset(write(tmp_path, {"id": pa.array(range(COUNT))}), batches="columns")
+    made = loader(fastload.map(dataset, dict), threads=4, seed=seed)
+    assert [n for batch in made for n in batch["id"].tolist()] == list(range(COUNT))
+
+
 # --- what else may be done with them
 
 
