@@ -112,7 +112,7 @@ class Trainer:
         return found
 
     def end(self) -> int | None:
-        """Its exit code. All that it started must end after it: at the lowest priority, beside other tests."""
+        """Its exit code. All that it started must end after it, at the lowest priority."""
         self.process.join(PATIENCE)
         code = self.process.exitcode
         self.process.close()
