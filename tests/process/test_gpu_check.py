@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.measure import gpu_check
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
+SMALL = ["--device", "cpu", "--quick", "--photos", "64", "--batch", "8", "--workers", "2"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,19 +23,29 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = run()
-    assert done.returncode == 3 and "no CUDA GPU" in done.stdout
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    with pytest.raises(SystemExit, match=r"^3$"):
+        gpu_check.main()
+    assert "no CUDA GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["copy", "images", "idle"])
-def test_a_part_over_the_cpu(part: str) -> None:
-    arguments = ["--device", "cpu", "--quick", "--photos", "64", "--batch", "8", "--workers", "2"]
-    done = run("--part", part, *arguments)
+@pytest.mark.parametrize(("part", "rate"), [("copy", "end_to_end_gb_s"), ("idle", "images_per_s")])
+def test_a_part_over_the_cpu(
+    part: str, rate: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process; the next test starts the command, which imports torch."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--part", part, *SMALL])
+    gpu_check.main()
+    assert json.loads(capsys.readouterr().out)[rate] > 0
+
+
+def test_a_part_as_the_command_runs_it() -> None:
+    done = run("--part", "images", *SMALL)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
-    rate = {"copy": "end_to_end_gb_s", "images": "images_per_s", "idle": "images_per_s"}[part]
-    assert figures[rate] > 0
+    assert json.loads(done.stdout.splitlines()[-1])["images_per_s"] > 0
 
 
 @pytest.mark.stress

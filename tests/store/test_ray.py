@@ -121,6 +121,7 @@ def kill_one(title: str, killed: list[int]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.stress  # in short: a task of a killed process, in test_convert_writes_the_shards_of_one_machine
 def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
     killed: list[int] = []
     thread = kill_one("ray::_fill_slice", killed)
@@ -198,6 +199,7 @@ def test_convert_writes_the_shards_of_one_machine(
     assert (code, document["kept"]) == (0, document["shards"]), "one machine goes on where the cluster was"
 
 
+@pytest.mark.stress  # in short: test_ctrl_c_ends_the_slices_and_the_same_command_resumes
 def test_convert_goes_on_after_ctrl_c(
     nodes: Simulation, photos: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
