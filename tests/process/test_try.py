@@ -129,58 +129,15 @@ print(DataLoader.__module__, [batch.tolist() for batch in loader])
 """
 
 
-@pytest.mark.parametrize(
-    ("off", "module"),
-    [
-        ("", OURS),
-        ("0", OURS),
-        ("1", "torch.utils.data.dataloader"),
-    ],
-)
+@pytest.mark.parametrize(("off", "module"), [("", OURS), ("1", "torch.utils.data.dataloader")])
 def test_every_name_of_the_loader_is_replaced(write: Any, off: str, module: str) -> None:
     done = fastload(write(NAMES), FASTLOAD_OFF=off)
     assert done.stdout == f"{module} [[1, 2], [3]]\n", done.stderr
 
 
-SPAWN = """
+PROCESSES = """
 import multiprocessing as mp
-import sys
-import torch
-from torch.utils.data import DataLoader
-
-class Square:
-    def __init__(self, number):
-        self.number = number
-
-def child(queue, square):
-    queue.put((DataLoader.__module__, square.number ** 2, __name__, sys.argv[1:]))
-    if square.number < 4:  # and a child of the child
-        inner = mp.get_context("spawn").Process(target=child, args=(queue, Square(5)))
-        inner.start()
-        inner.join()
-
-print("begins", __name__, flush=True)
-if __name__ == "__main__":
-    context = mp.get_context(sys.argv[1])
-    queue = context.SimpleQueue()
-    process = context.Process(target=child, args=(queue, Square(3)))
-    process.start()
-    print(queue.get(), queue.get())
-    process.join()
-    assert process.exitcode == 0
-"""
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_spawned_processes_have_the_loader_too(write: Any, method: str) -> None:
-    done = fastload(write(SPAWN), method)
-    lines = done.stdout.splitlines()
-    assert lines[0] == "begins __main__" and lines.count("begins __mp_main__") == 2, done.stderr
-    expected = [(OURS, square, "__mp_main__", [method]) for square in (9, 25)]
-    assert lines[-1] == " ".join(map(str, expected))
-
-
-WORKERS = """
+import os
 import sys
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -192,16 +149,45 @@ class Numbers(Dataset):
     def __getitem__(self, index):
         return torch.tensor(index)
 
+class Square:
+    def __init__(self, number):
+        self.number = number
+
+def child(queue, square, more):
+    queue.put((DataLoader.__module__, square.number ** 2, __name__, sys.argv[1:]))
+    if more:  # and a child of the child
+        inner = mp.get_context("spawn").Process(target=child, args=(queue, Square(5), False))
+        inner.start()
+        inner.join()
+
+print("begins", __name__, os.getpid(), flush=True)
 if __name__ == "__main__":
-    loader = DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context=sys.argv[1])
-    print(type(loader).__module__, [batch.tolist() for batch in loader])
+    for method in ("fork", "spawn", "forkserver"):
+        loader = DataLoader(Numbers(), 4, num_workers=1, multiprocessing_context=method)
+        print(method, type(loader).__module__, [batch.tolist() for batch in loader], flush=True)
+    for method, more in (("spawn", True), ("forkserver", False)):
+        context = mp.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue, Square(3), more))
+        process.start()
+        print(method, *[queue.get() for _ in range(1 + more)], flush=True)
+        process.join()
+        assert process.exitcode == 0
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_of_every_start_method(write: Any, method: str) -> None:
-    done = fastload(write(WORKERS), method)
-    assert done.stdout == f"{OURS} [[0, 1, 2, 3], [4, 5, 6, 7]]\n", done.stderr
+def test_workers_and_processes_of_every_start_method_have_the_loader_too(write: Any) -> None:
+    """In one script, as each process that is spawned imports torch."""
+    done = fastload(write(PROCESSES), "a", "b")
+    lines = done.stdout.splitlines()
+    begun = [line.split() for line in lines if line.startswith("begins ")]
+    assert begun[0][1] == "__main__", done.stderr
+    assert len(begun) >= 5 and {name for _, name, _ in begun[1:]} == {"__mp_main__"}
+    assert len({pid for _, _, pid in begun}) == len(begun), "no process runs the script twice"
+    batches = [f"{method} {OURS} [[0, 1, 2, 3], [4, 5, 6, 7]]" for method in ("fork", "spawn", "forkserver")]
+    three, five = ((OURS, square, "__mp_main__", ["a", "b"]) for square in (9, 25))
+    wanted = [*batches, f"spawn {three} {five}", f"forkserver {three}"]
+    assert [line for line in lines if not line.startswith("begins ")] == wanted, done.stderr
 
 
 RANKS = """
@@ -221,7 +207,13 @@ os._exit(0)  # without gloo's teardown, which aborts now and then
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-@pytest.mark.parametrize("way", [["-m", "fastload"], ["--no-python", sys.executable, "-m", "fastload"]])
+@pytest.mark.parametrize(
+    "way",
+    [
+        ["-m", "fastload"],
+        pytest.param(["--no-python", sys.executable, "-m", "fastload"], marks=pytest.mark.stress),
+    ],
+)
 def test_torchrun(write: Any, way: list[str]) -> None:
     run = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
     done = subprocess.run(
@@ -346,29 +338,46 @@ def test_report_in_words_of_a_script_that_fails_at_its_end(write: Any, photos: P
     assert "nothing was loaded yet" not in done.stdout
 
 
-def test_order_without_a_seed_of_the_scripts_is_compared(write: Any, photos: Path) -> None:
-    code, report = tried(write(TRAIN.replace("torch.manual_seed(7)", "pass")), photos, 1)
-    assert code == 0 and report["loaders"][0]["same_order"] is True
+THREE_LOADERS = (
+    TRAIN.partition("if __name__")[0]
+    + """
+class Unseeded(Photos):
+    pass
+
+class Relabelled(Photos):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, label + (index == 3 and DataLoader.__module__.startswith("fastload"))
+
+def train(rank, root):
+    unseeded = torch.Generator()
+    unseeded.seed()
+    for dataset, generator in ((Unseeded, unseeded), (Photos, None), (Relabelled, None)):
+        loader = DataLoader(
+            dataset(root), 4, shuffle=True, num_workers=2, generator=generator, multiprocessing_context="fork"
+        )
+        for batch in loader:
+            pass
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, (sys.argv[1],))
+"""
+)
 
 
-def test_order_that_is_another_in_every_run(write: Any, photos: Path) -> None:
-    code, report = tried(write(TRAIN.replace("torch.manual_seed(7)", "torch.seed()")), photos, 1)
-    loader = report["loaders"][0]
-    assert code == 0 and loader["same_order"] is None and loader["same_integers"] is None
-    assert (
-        "with torch's loader too" in loader["comparison"] and "torch.manual_seed(0)" in loader["comparison"]
-    )
-
-
-def test_other_labels_are_found(write: Any, photos: Path) -> None:
-    """The script itself gives fastload's loader other labels than torch's."""
-    other = (
-        "self.classes.index(path.parent.name) + (index == 3 and DataLoader.__module__.startswith('fastload'))"
-    )
-    code, report = tried(write(TRAIN.replace("self.classes.index(path.parent.name)", other)), photos, 1)
-    loader = report["loaders"][0]
-    assert code == 1 and loader["same_order"] is True and loader["same_integers"] is False
-    assert "the sequence of the labels differs from torch's" in loader["comparison"]
+def test_orders_and_labels_of_each_loader_are_compared(write: Any, photos: Path) -> None:
+    """Three loaders of one script, in a process that it spawns, as ranks are. Each run takes seconds."""
+    code, report = tried(write(THREE_LOADERS), photos)
+    unseeded, plain, relabelled = report["loaders"]
+    assert code == 1, report
+    assert plain["same_order"] is True, "without a seed of the script's"
+    assert plain["same_integers"] is True
+    assert unseeded["same_order"] is None and unseeded["same_integers"] is None
+    assert "with torch's loader too" in unseeded["comparison"]
+    assert "torch.manual_seed(0)" in unseeded["comparison"]
+    # The script itself gives fastload's loader other labels than torch's.
+    assert relabelled["same_order"] is True and relabelled["same_integers"] is False
+    assert "the sequence of the labels differs from torch's" in relabelled["comparison"]
 
 
 def test_script_that_fails_with_one_loader(write: Any, photos: Path) -> None:
@@ -516,6 +525,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.stress  # two ranks take 48 s of CPU, most of it for what DDP imports
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_script_like_the_imagenet_example_of_torch(write: Any, ranks: int) -> None:
     arguments = ["--dummy", "-b", "32", "-j", "1", "--epochs", "1"]
