@@ -38,7 +38,7 @@ def write_photographs(directory: Path, count: int, wheels: Path, classes: int = 
 
 
 def make_photograph(number: int, wheels: Path) -> bytes:
-    """One of them; of about 37 KB."""
+    """One of them."""
     rng = np.random.default_rng(number)
     picture = _pictures(wheels)[number % len(NAMES)]
     width, height = int(rng.integers(380, 621)), int(rng.integers(300, 461))

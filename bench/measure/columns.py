@@ -124,11 +124,10 @@ def run(side: str, python: str, path: Path, cache: Path, size: int) -> tuple[flo
     return rows / wall, rows / cpu
 
 
-def show(results: dict[tuple[int, str], list[tuple[float, float]]]) -> Table:
+def show(medians: dict[tuple[int, str], tuple[float, float]]) -> Table:
     table = Table(title="thousands of rows a second, medians")
     for name in ("batch", "side", "wall", "CPU", "CPU, of arrow's"):
         table.add_column(name, justify="left" if name == "side" else "right")
-    medians = {case: _medians(found) for case, found in results.items()}
     for (size, side), (wall, cpu) in medians.items():
         share = cpu / medians[size, "arrow"][1]
         table.add_row(f"{size:,}", side, f"{wall / 1e3:,.1f}", f"{cpu / 1e3:,.1f}", f"{share:.3f}")
@@ -171,9 +170,9 @@ def main() -> None:
                     path = few if side in SLOW else whole
                     done = run(side, python, path, Path(scratch, f"{side} of {path.stem}"), size)
                     results.setdefault((size, side), []).append(done)
-    Console().print(show(results))
+    medians = {case: _medians(found) for case, found in results.items()}
+    Console().print(show(medians))
     if arguments.save:
-        medians = {case: _medians(found) for case, found in results.items()}
         found = [
             {"batch": size, "side": side, "rows_per_second": wall, "rows_per_cpu_second": cpu}
             for (size, side), (wall, cpu) in medians.items()

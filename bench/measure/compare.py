@@ -4,7 +4,7 @@
 
 2,000 photos of 138 KB on the local disk and on an S3 server behind a round trip; RandomResizedCrop(224) and a
 flip to uint8 in batches of 64. The most important rows are measured again beside a process that keeps one
-core busy, and with photos of 37 KB (see `bench.photographs`). Each contender runs in a process of its own,
+core busy, and with smaller photos (see `bench.photographs`). Each contender runs in a process of its own,
 and peers in an environment of their own, with the number of workers that was fastest in a trial. All take
 turns, and each turn begins with another one. A first epoch has new workers and empty caches; a later one has
 whatever the loader kept. Server and round trip run on the same cores. The page cache is warm.
@@ -22,12 +22,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from bench.peers.contenders import (
 from bench.peers.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.peers.peer import make_own_files
 from bench.show import report, report_page
+from bench.show.figures import BUSY
 from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.cli.report import describe_machine
 
@@ -169,13 +171,17 @@ def headline(
     server: S3Server,
     folder: Path,
     section: str,
-    conditions: dict[str, Callable[[], None]],
+    conditions: Mapping[str, Callable[[], None]] = MappingProxyType({"": lambda: None}),
 ) -> dict[str, Any]:
-    """First and later epochs of the most important contenders under each condition, which take turns."""
+    """First and later epochs of the most important contenders under each condition, which take turns.
+
+    Args:
+        conditions: what ends the names of its cases -> how it begins; "" is that of the warm-up.
+    """
     parts, scale = [], record.scale
     for epoch, chosen in HEADLINE.items():
         is_later = epoch == "later epochs"
-        conditions[""]()  # for the warm-up
+        conditions[""]()
         with place(server, folder, 0 if is_later else 20) as at:
             warm_ups = 3 if is_later else 1
             course = Course(at, is_later, scale.repeats, scale.seconds, record.step, warm_ups)
@@ -189,7 +195,7 @@ def headline(
 
 def beside_load(record: Record, server: S3Server, folder: Path) -> dict[str, Any]:
     with busy_core() as switch:
-        conditions = {"": partial(switch, False), ", one core busy": partial(switch, True)}
+        conditions = {"": partial(switch, False), BUSY: partial(switch, True)}
         return headline(record, server, folder, "load", conditions)
 
 
@@ -269,10 +275,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
             for mode in LATER
         ]
         found.append(record.part("load", lambda: beside_load(record, server, folder)))
-        plain: dict[str, Callable[[], None]] = {"": lambda: None}
-        found.append(
-            record.part("photographs", lambda: headline(record, server, photographs, "photographs", plain))
-        )
+        found.append(record.part("photographs", lambda: headline(record, server, photographs, "photographs")))
         found += [
             record.part(f"decode {mode}", lambda mode=mode: decoding(record, server, folder, mode))
             for mode in DECODE

@@ -6,8 +6,8 @@ Objects: the time from the start of a process to its first batch, with a thousan
 behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
 new process each time. From 1,000,000 objects on, the two peers run beside each other, because each keeps only
 one core busy; over 10,000,000 they do not run, as each takes 20 minutes. "again" is a second process with the
-same cache: fastload keeps the listing in it. Memory is the PSS of all processes at the first batch; the
-common pages of two contenders count half each.
+same cache. It lists again, as every run does that has no `listing_max_age=`. Memory is the PSS of all
+processes at the first batch; the common pages of two contenders count half each.
 
 Sizes: bytes per second of objects of 10 KiB to 10 MiB, nothing decoded, from the S3 server 20 ms away, with 2
 workers that run already. obstore alone, in two processes with 32 threads each, is the limit.
@@ -55,9 +55,8 @@ def main() -> None:
     # Not above: the processes whose start is measured import this module too.
     from bench.measure.record import QUICK, Scale
 
-    repeats = 2 if given.quick else 5
     scale = QUICK if given.quick else Scale()
-    counts, byte_counts = scale.objects, scale.object_bytes
+    repeats, counts, byte_counts = scale.repeats, scale.objects, scale.object_bytes
     if given.objects:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}

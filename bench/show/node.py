@@ -14,10 +14,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench.show.figures import MAIN, find, number, rows_of, table
+from bench.show.figures import MAIN, find, median, number, rows_of, table
 from fastload.cache.codecs import MODES
 from fastload.cli.plan.model import (
     NODE_REQUESTS,
@@ -170,14 +169,10 @@ def listing(document: dict[str, Any], objects: int = LISTED) -> dict[str, float]
     few, many = rows
 
     def at(key: str) -> float:
-        low, high = (float(_median(row[key])) for row in (few, many))
+        low, high = (float(median(row[key])) for row in (few, many))
         return high + (objects - many["objects"]) * (high - low) / (many["objects"] - few["objects"])
 
     return {key: at(key) for key in ("start_seconds", "pss_bytes", "manifest_bytes")}
-
-
-def _median(value: Any) -> float:
-    return float(median(value)) if isinstance(value, list) else float(value)
 
 
 # --- checking

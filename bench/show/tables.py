@@ -151,8 +151,13 @@ def _by_mode(document: Document, section: str) -> list[list[str]]:
             [f"*limit: {x['name']}*", f"*{number(median(x['rates']))}*", spread(x["rates"]), "", ""]
             for x in limits_of(document, rows)
         ]
-        lines += [[f"`{case}`" if i == 0 else "", *line] for i, line in enumerate(block)]
+        lines += _labelled(f"`{case}`", block)
     return lines
+
+
+def _labelled(label: str, block: list[list[str]]) -> list[list[str]]:
+    """The lines with a first cell, which only the first of them fills."""
+    return [[label if i == 0 else "", *line] for i, line in enumerate(block)]
 
 
 def _epoch_line(document: Document, row: Row) -> list[str]:
@@ -169,12 +174,14 @@ def other_load(document: Document) -> str:
     """The rates of both kinds of epochs, on an idle machine and with one core kept busy, and their ratio."""
     lines = []
     for epoch in EPOCHS:
-        for at, row in enumerate(rows_of(document, "load", epoch)):
-            beside = find(rows_of(document, "load", f"{epoch}{BUSY}"), row["contender"])
-            if beside is not None:
-                idle, busy = median(row["rates"]), median(beside["rates"])
+        block = []
+        for row in rows_of(document, "load", epoch):
+            loaded = find(rows_of(document, "load", f"{epoch}{BUSY}"), row["contender"])
+            if loaded is not None:
+                idle, busy = median(row["rates"]), median(loaded["rates"])
                 figures = [number(idle), number(busy), number(busy / idle)]
-                lines.append([epoch if at == 0 else "", _name(document, row["contender"]), *figures])
+                block.append([_name(document, row["contender"]), *figures])
+        lines += _labelled(epoch, block)
     return table(["", "images/s", "idle", "one core busy", "ratio"], lines, texts=2) if lines else ""
 
 
@@ -183,7 +190,7 @@ def photographs(document: Document) -> str:
     lines = []
     for epoch in EPOCHS:
         rows = rows_of(document, "photographs", epoch)
-        lines += [[epoch if at == 0 else "", *_epoch_line(document, row)] for at, row in enumerate(rows)]
+        lines += _labelled(epoch, [_epoch_line(document, row) for row in rows])
     headings = ["", "", "images/s", "min–max", "CPU, s per 1,000", "memory, MB"]
     return table(headings, lines, texts=2) if lines else ""
 

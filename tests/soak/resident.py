@@ -13,13 +13,13 @@ import select
 import shutil
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import fastload
+from bench.peers.peer import memory_of
 from tests.soak.world import SIDE, rows_of
 
 SETTLE = 20.0  # seconds: how long what has ended may take to go
@@ -30,20 +30,13 @@ def held(cache: Path) -> dict[str, float]:
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
     return {
-        "memory": sum(map(pss_of, family)) / 1e6,
+        "memory": memory_of(me.pid) / 1e6,
         "descriptors": me.num_fds(),
         "threads": me.num_threads(),
         "processes": len(family),
         "shared": sum(b"memfd:" in line for line in Path("/proc/self/maps").read_bytes().splitlines()),
         "files": sum(1 for path in cache.rglob("*") if path.is_file()),
     }
-
-
-def pss_of(process: psutil.Process) -> int:
-    """Proportional memory of a process, in bytes; 0: it has gone."""
-    with suppress(psutil.Error):
-        return int(process.memory_full_info().pss)
-    return 0
 
 
 def train(job: dict[str, Any]) -> None:

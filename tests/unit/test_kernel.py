@@ -489,7 +489,7 @@ def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
             "pool.h",
             "    Scratch scratch;",
             "    static Scratch scratch;",
-            "ThreadSanitizer",  # a report, or the crash that the race caused before it
+            "ThreadSanitizer: (data race|SEGV)",  # the crash that the race causes may come before its report
             "races",
         ),
     ],
@@ -506,7 +506,7 @@ def test_fuzzing_finds_a_planted_bug(
     assert sound in header.read_text()
     header.write_text(header.read_text().replace(sound, planted))
     report = fuzz.run(seconds=20, seed=1, root=tmp_path, name=program)
-    assert len(report.crashes) == 1 and told in report.crashes[0]
+    assert len(report.crashes) == 1 and re.search(told, report.crashes[0])
     kept = Path(re.findall("kept in (.*)", report.crashes[0])[0])
     # A JPEG, a record of one, or a segment with all records.
     assert kept.read_bytes()[:2] in (b"\xff\xd8", b"\x89D", b"FL")
