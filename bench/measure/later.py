@@ -160,16 +160,29 @@ def measure(folder: Path, mode: str, passes: int, workers: int, rounds: int) -> 
                     turns[name].append(turn)
         kernels.close()
         taken = {name: [turn._asdict() for turn in of] for name, of in turns.items()}
-        return {"mode": mode, "samples": samples, **taken}
+        return {"mode": mode, "samples": samples, "medians": summary(taken), **taken}
 
 
-def median(row: dict[str, Any], side: str, what: str) -> float:
-    return statistics.median(turn[what] for turn in row[side])
+def summary(row: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """The medians of a row; a ratio is of the loader to another side, in the same round."""
 
+    def median(side: str, what: str) -> float:
+        return statistics.median(turn[what] for turn in row[side])
 
-def ratio(row: dict[str, Any], what: str, other: str = "kernels") -> float:
-    """The loader's to the other side's, in the same round."""
-    return statistics.median(a[what] / b[what] for a, b in zip(row["loader"], row[other], strict=True))
+    def ratio(what: str, other: str) -> float:
+        pairs = zip(row["loader"], row[other], strict=True)
+        return statistics.median(one[what] / two[what] for one, two in pairs)
+
+    return {
+        "rate": median("loader", "rate"),
+        "kernel rate": median("kernels", "rate"),
+        "of kernel": ratio("rate", "kernels"),
+        "of processes": ratio("rate", "processes"),
+        "cpu": median("loader", "cpu"),
+        "kernel cpu": median("kernels", "cpu"),
+        "cpu of kernel": ratio("cpu", "kernels"),
+        "first": median("loader", "first"),
+    }
 
 
 def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
@@ -178,13 +191,8 @@ def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
     for number, column in enumerate(("mode", *rate, *cpu, "first batch s")):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
-        rates = [f"{median(row, side, 'rate'):,.0f}" for side in ("loader", "kernels")]
-        cpus = [f"{median(row, side, 'cpu'):,.0f}" for side in ("loader", "kernels")]
-        parts = [f"{ratio(row, what):.3f}" for what in ("rate", "cpu")]
-        parts.insert(1, f"{ratio(row, 'rate', 'processes'):.3f}")
-        table.add_row(
-            row["mode"], *rates, *parts[:2], *cpus, parts[2], f"{median(row, 'loader', 'first'):.3f}"
-        )
+        figures = zip(row["medians"].values(), (0, 0, 3, 3, 0, 0, 3, 3), strict=True)
+        table.add_row(row["mode"], *(f"{figure:,.{digits}f}" for figure, digits in figures))
     console.print(table)
 
 

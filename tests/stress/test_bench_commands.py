@@ -53,6 +53,7 @@ SHORT = {
     "scaling": ["--images", "96", "--epochs", "1", "--results", "RESULTS"],
     "shapes": ["--images", "100", "--turns", "1", "--seconds", "1"],
     "shards": ["--quick", "--images", "300", "--repeats", "1"],
+    "starts": ["--quick", "--images", "200"],
     "trainer": ["--images", "256", "--epochs", "2", "--workers", "1", "--dir", "RESULTS"],
     "wrappers": ["--quick", "--images", "64"],
 }
