@@ -141,9 +141,9 @@ class EpochOrder:
         with copies.drawing():
             index = next(order.batches(copies, step), _END)
         if index is _END:
-            copies, order = self._copies(samplers, dataset, 0, rank, replicas)
+            copies, order = self._copies(samplers, dataset, self.step, rank, replicas)
             with copies.drawing():
-                count = sum(1 for _ in order.batches(copies, 0))
+                count = self.step + sum(1 for _ in order.batches(copies, self.step))
             raise ArgumentError(
                 f"epoch {self.epoch} has no step {step} on this rank: it has {count:,} steps, from 0 on"
             )

@@ -237,6 +237,19 @@ def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
             assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
 
 
+def test_a_mixture_resumed_with_other_weights_says_how_many_steps_it_has(folder: Any) -> None:
+    def make(part: float) -> Any:
+        mixture = Mixture({"a": folder(), "b": folder()}, {"a": part, "b": 1}, num_samples=60)
+        return DataLoader(mixture, 5, sampler=MixtureSampler(mixture, seed=3))
+
+    loader, again = make(1), make(7)
+    next(iter(loader))
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    with pytest.raises(ArgumentError, match="epoch 0 has no step 99 on this rank: it has 12 steps"):
+        again.samples_at(99)
+
+
 def test_own_datasets_with_a_seed_are_made_again_and_without_are_refused() -> None:
     sampler = DistributedSampler(range(20), 1, 0)
     loader = DataLoader(Noisy(), 4, sampler=sampler, seed=3, num_workers=2)
