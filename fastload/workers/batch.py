@@ -11,7 +11,6 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -447,7 +446,7 @@ class Collation:
         """
         moved = default_device().type != "cpu"
         moved = moved and self._function in (default_collate, default_convert)
-        self.on_host = functools.partial(torch.device, "cpu") if moved else contextlib.nullcontext
+        self.on_host = partial(torch.device, "cpu") if moved else contextlib.nullcontext
 
     def indices(self, index: Any) -> list[Any]:
         """Return the sample indices of an index batch."""

@@ -151,7 +151,7 @@ class MemoryUse:
         self._peak = 0
         self._warned = False
 
-    def start(self, limit: MemoryLimit | None) -> None:
+    def start(self, limit: MemoryLimit) -> None:
         """Note that an iterator starts, with workers of its own."""
         self._limit, self._workers = limit, {}
 
