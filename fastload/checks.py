@@ -15,8 +15,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from fastload.errors import ArgumentError, FastloadError
-from fastload.printable import PACKAGE
+from fastload.errors import PACKAGE, ArgumentError, FastloadError
 
 P = ParamSpec("P")
 R = TypeVar("R")

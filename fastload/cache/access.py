@@ -17,9 +17,8 @@ from multiprocessing import util as mp_util
 import lmdb
 
 from fastload.cache.directory import DAMAGED, Directory, identity, open_root
-from fastload.errors import CacheError, address
+from fastload.errors import CacheError, address, warn
 from fastload.metrics.counters import Counters
-from fastload.printable import warn
 from fastload.store.node import ProcessLocal, speaks
 
 _FLUSH_SECONDS = 60.0

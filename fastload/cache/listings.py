@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.cache import Cache
 from fastload.checks import parse_duration
-from fastload.errors import CacheError, FastloadError, StoreError, address
-from fastload.printable import user_level
+from fastload.errors import CacheError, FastloadError, StoreError, address, user_level
 from fastload.store.base import Store
 from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest

@@ -39,10 +39,9 @@ from fastload.cache.cache import Cache
 from fastload.cache.directory import PULLING, PUSHING, is_readonly
 from fastload.cache.exchange import Pulled, Pushed, pull, push
 from fastload.cache.packs import sources_of
-from fastload.errors import CacheError, FastloadError, NotFoundError, address
+from fastload.errors import CacheError, FastloadError, NotFoundError, address, warn
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import memory_file
-from fastload.printable import warn
 from fastload.store import Store
 from fastload.store.client_process import keep_clients_here
 from fastload.store.node import ProcessLocal

@@ -28,8 +28,7 @@ from fastload.cli import (
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import flatten_options
 from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
-from fastload.errors import DOCS, address
-from fastload.printable import printable
+from fastload.errors import DOCS, address, printable
 
 _HELP = address("argumenterror")
 # Typer's usage errors. Their module depends on Typer's version, but not their place above BadParameter.

@@ -13,8 +13,7 @@ from rich.progress import Progress
 from fastload.checks import format_size
 from fastload.cli.command_options import SizeLimit, StoreOptions
 from fastload.cli.report import JsonOption, Lines, Output, Report, answering, styled
-from fastload.errors import NotFoundError
-from fastload.printable import printable
+from fastload.errors import NotFoundError, printable
 
 app = typer.Typer(help="Inspect, verify, empty, publish or fetch a cache directory.", no_args_is_help=True)
 

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from fastload.checks import format_size
 from fastload.cli.report import JsonOption, Lines, Report, answering, dimmed
+from fastload.errors import printable
 from fastload.metrics.machine import usable_cores, why_not_linux
-from fastload.printable import printable
 
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = "2.8"

@@ -17,8 +17,7 @@ import typer
 
 from fastload.cli.command_options import StoreOptions
 from fastload.cli.report import JsonOption, Lines, Report, answering, styled
-from fastload.errors import ArgumentError, FastloadError
-from fastload.printable import printable
+from fastload.errors import ArgumentError, FastloadError, printable
 
 _MOST_RANKS = 65_536  # of which a table is shown
 

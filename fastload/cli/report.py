@@ -26,10 +26,9 @@ from rich.table import Table
 from rich.text import Text
 
 import fastload
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, printable
 from fastload.metrics.machine import need_linux, usable_cores
 from fastload.metrics.watch import Console
-from fastload.printable import printable
 
 PACKAGES = (
     "torch",

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, printable
 from fastload.gpu.tree import tree_leaves
-from fastload.printable import printable
 
 Picture = np.ndarray[Any, np.dtype[np.uint8]]  # (H, W, 3)
 

@@ -29,8 +29,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
 from fastload.errors import ArgumentError, FastloadError
-from fastload.fetch.ranges import RangeSource, record_name, split_name
-from fastload.fetch.reads import ObjectSource
+from fastload.fetch.reads import ObjectSource, RangeSource, record_name, split_name
 from fastload.store import open_store, with_budget
 from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery

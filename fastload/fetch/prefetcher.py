@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.errors import FastloadError, StoreError
 from fastload.fetch import threads
-from fastload.fetch.queues import DeferredReads, ReaderQueues
-from fastload.fetch.reads import Read, Request, SampleReads, Source
+from fastload.fetch.queues import DeferredReads, Read, ReaderQueues, Request
+from fastload.fetch.reads import SampleReads, Source
 from fastload.fetch.threads import ByteBudget, Hedging, ReadSettings, ThreadTeam, process_share, this_thread
 from fastload.metrics.counters import Counters
 
@@ -87,7 +87,12 @@ class Prefetcher:
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
         self._deferred = DeferredReads(
-            self._samples, lock, settings.inflight_patience, complete=self._complete, put_back=self._put_back
+            lock,
+            settings.inflight_patience,
+            find=self._samples.found_meanwhile,
+            reserve=self._samples.reserve,
+            complete=self._complete,
+            put_back=self._put_back,
         )
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:

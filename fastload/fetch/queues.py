@@ -17,13 +17,92 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from fastload.fetch.reads import Read, ReaderQueue, Request, SampleReads
 from fastload.fetch.threads import ByteBudget, ConcurrencyLimiter, ThreadTeam
 
 _LAST = 8  # samples of the first batch: the rest of the queue starts while they are decoded
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One sample on its way to its consumers."""
+
+    index: int
+    size: int
+
+    # As the store sees it.
+    ranged: bool = False  # it is read by several requests
+    missing: int = 0  # ranges that were not read yet
+    body: bytearray | None = None  # made when the first range is requested
+    changes: int = 0  # how often the object was found changed
+
+    # As the cache sees it.
+    key: bytes | None = None
+    entry: Any = None  # where the cache has it
+    missed: bool = False  # it was counted as a miss
+    locked: bool = False  # we hold its in-flight lock
+    deferred: float = 0.0  # since when another run is reading it
+    overdue: bool = False  # that run had its time: it is read without the lock
+
+    # As the queues and the consumers see it.
+    queue: ReaderQueue | None = None  # of the reader that announced it first
+    wanted: int = 1  # how often it was requested and not delivered
+    hedged: bool = False  # it was late, and was asked for once more
+    attempts: int = 1  # requests for all of it that have not failed
+    started: float = 0.0  # when its first request was begun
+    awaited: bool = False
+    done: bool = False
+    payload: Any = None
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has ended, or was cancelled before it was begun."""
+        return self.done or (self.wanted <= 0 and not self.started)
+
+
+class Request(NamedTuple):
+    """The bytes [start, stop) of a sample, to be read by one request; or a group of samples, each whole."""
+
+    read: Read
+    start: int
+    stop: int
+    others: tuple[Read, ...] = ()  # of the group
+
+    @classmethod
+    def of_group(cls, reads: Sequence[Read]) -> Request:
+        """Return the request for all of these samples."""
+        return cls(reads[0], 0, reads[0].size, tuple(reads[1:]))
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """All reads that it is for."""
+        return (self.read, *self.others)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the samples that it is for."""
+        return sum(read.size for read in self.reads)
+
+    def without(self, gone: Callable[[Read], bool]) -> Request | None:
+        """Return it without the reads for which `gone` is true; None: no read is left."""
+        if not self.others:
+            return None if gone(self.read) else self
+        left = [read for read in self.reads if not gone(read)]
+        if len(left) == 1 + len(self.others):
+            return self
+        return Request.of_group(left) if left else None
+
+
+@dataclass(slots=True, eq=False)
+class ReaderQueue:
+    """The requests that one reader announced and that are not begun, and the bytes of the reads that are."""
+
+    requests: deque[Request] = field(default_factory=deque)
+    held: int = 0
 
 
 class ReaderQueues:
@@ -219,25 +298,28 @@ class DeferredReads:
     `close`, and in what is called back.
 
     Args:
-        reads: looks into the cache, and takes the locks.
         lock: of the owner.
         patience: seconds that another run gets for a sample that nobody waits for yet.
+        find: reads -> their payloads in the cache, None for each that is not there yet.
+        reserve: takes the in-flight lock of a read; False: another run has it.
         complete: called with a read and its payload, or the error of looking for it.
         put_back: called with a request that is to be read from the store.
     """
 
     def __init__(
         self,
-        reads: SampleReads,
         lock: threading.Lock,
         patience: float,
         *,
+        find: Callable[[Sequence[Read]], list[Any]],
+        reserve: Callable[[Read], bool],
         complete: Callable[[Read, Any, BaseException | None], None],
         put_back: Callable[[Request], None],
     ) -> None:
-        self._reads = reads
         self._lock = lock
         self._patience = patience
+        self._find = find
+        self._reserve = reserve
         self._complete = complete
         self._put_back = put_back
         self._requests: list[Request] = []
@@ -285,10 +367,10 @@ class DeferredReads:
         error: BaseException | None = None
         ready = {id(read) for read in reads} - {id(read) for read in wanted}
         try:
-            payloads = self._reads.found_meanwhile(wanted)
+            payloads = self._find(wanted)
             absent = [read for read, payload in zip(wanted, payloads, strict=True) if payload is None]
             self._overtake(absent)
-            ready |= {id(read) for read in absent if self._reads.reserve(read)}
+            ready |= {id(read) for read in absent if self._reserve(read)}
         except BaseException as caught:  # whoever waits for these reads must hear of it
             error = caught
         with self._lock:

@@ -1,4 +1,4 @@
-"""One read: of the store, through the cache, or left for a while to another run that reads the same sample.
+"""One read: what a sample is in the store, and how it comes through the cache.
 
 look_up ─▶ in the cache? ── yes ─▶ read_now
                 └── no ─▶ reserve ── yes ─▶ read ─▶ store, whole or in ranges ─▶ prepare ─▶ cache
@@ -15,15 +15,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError
 from fastload.fetch import threads
+from fastload.fetch.queues import Read, Request
 from fastload.fetch.threads import ReadSettings
 from fastload.images.decode import Unindexed
 from fastload.metrics.counters import Counters
@@ -34,6 +33,12 @@ from fastload.store.manifest import Manifest
 
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
+# Bytes between two ranges that are read and dropped, so that both come by one request.
+_GAP = 16 << 10
+# Bytes of one request for several samples. Longer ones would only hold back the first of them: what is
+# transferred side by side is faster.
+_GROUP = 1 << 20
+_MARK = " @ "  # in the name of a record, between its object and its offset
 
 
 class Source(Protocol):
@@ -137,6 +142,80 @@ class ObjectSource(Source):
         return self._manifest.version(index) if fresh is None else fresh.version
 
 
+class RangeSource(ObjectSource):
+    """A sample is an object, or a range of one. Neighbours are read by one request.
+
+        a.bin  [0, 64K) [64K, 128K) [130K, 194K)   ...   [9M, 9M + 64K)
+               └───────── one request ─────────┘         another one
+
+    Args:
+        store, manifest, key: as of `ObjectSource`.
+        range_of: index -> (start, stop), or None for a whole object.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        key: Callable[[int, str | None], bytes],
+        range_of: Callable[[int], tuple[int, int] | None],
+    ) -> None:
+        super().__init__(store, manifest, key=key)
+        self._range_of = range_of
+
+    def size(self, index: int) -> int:
+        part = self._range_of(index)
+        return super().size(index) if part is None else part[1] - part[0]
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        part = self._range_of(index)
+        return super().read(index, wait) if part is None else self._read(index, *part, wait)
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        part = self._range_of(index)
+        first = 0 if part is None else part[0]
+        return self._read(index, first + start, first + stop, wait)
+
+    def groups(self, indices: list[int]) -> list[list[int]]:
+        """Return the samples in groups of ranges that lie together in their object."""
+        groups = [[index] for index in indices if self._range_of(index) is None]
+        parts = [(self.name(index), *part, index) for index in indices if (part := self._range_of(index))]
+        key, first, last = "", 0, -1  # of the group that is being made
+        for name, start, stop, index in sorted(parts):
+            end = max(last, stop)
+            if last >= 0 and name == key and start - last <= _GAP and end - first <= _GROUP:
+                groups[-1].append(index)
+                last = end
+            else:
+                groups.append([index])
+                key, first, last = name, start, stop
+        place = {index: number for number, index in enumerate(indices)}
+        for group in groups:
+            group.sort(key=place.__getitem__)
+        return sorted(groups, key=lambda group: place[group[0]])
+
+    def read_group(self, indices: list[int], wait: Wait) -> list[Buffer]:
+        parts: list[Any] = [self._range_of(index) for index in indices]
+        first, last = min(start for start, _ in parts), max(stop for _, stop in parts)
+        body = memoryview(self._read(indices[0], first, last, wait)).toreadonly()
+        return [body[start - first : stop - first] for start, stop in parts]
+
+    def _read(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        return self.store.read_range(self.name(index), start, stop, self._version(index), wait=wait)
+
+
+def record_name(key: str, offset: int | None) -> str:
+    """Return the name of a record that lies in an object from `offset` on; None: it is the whole object."""
+    return key if offset is None else f"{key}{_MARK}{offset}"
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """Return (key, offset) of what `record_name` gave; the key alone, where it is not of that form."""
+    key, mark, offset = name.rpartition(_MARK)
+    return (key, int(offset)) if mark and offset.isdecimal() else (name, None)
+
+
 def plan_ranges(size: int, piece: int) -> list[tuple[int, int]]:
     """Cover [0, size) with equal ranges [start, stop) of at most `piece` bytes, in order.
 
@@ -146,85 +225,6 @@ def plan_ranges(size: int, piece: int) -> list[tuple[int, int]]:
     count = max(1, -(-size // piece))
     edges = [size * number // count for number in range(count + 1)]
     return list(itertools.pairwise(edges))
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """One sample on its way to its consumers."""
-
-    index: int
-    size: int
-
-    # As the store sees it.
-    ranged: bool = False  # it is read by several requests
-    missing: int = 0  # ranges that were not read yet
-    body: bytearray | None = None  # made when the first range is requested
-    changes: int = 0  # how often the object was found changed
-
-    # As the cache sees it.
-    key: bytes | None = None
-    entry: Any = None  # where the cache has it
-    missed: bool = False  # it was counted as a miss
-    locked: bool = False  # we hold its in-flight lock
-    deferred: float = 0.0  # since when another run is reading it
-    overdue: bool = False  # that run had its time: it is read without the lock
-
-    # As the queues and the consumers see it.
-    queue: ReaderQueue | None = None  # of the reader that announced it first
-    wanted: int = 1  # how often it was requested and not delivered
-    hedged: bool = False  # it was late, and was asked for once more
-    attempts: int = 1  # requests for all of it that have not failed
-    started: float = 0.0  # when its first request was begun
-    awaited: bool = False
-    done: bool = False
-    payload: Any = None
-    error: BaseException | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether it has ended, or was cancelled before it was begun."""
-        return self.done or (self.wanted <= 0 and not self.started)
-
-
-class Request(NamedTuple):
-    """The bytes [start, stop) of a sample, to be read by one request; or a group of samples, each whole."""
-
-    read: Read
-    start: int
-    stop: int
-    others: tuple[Read, ...] = ()  # of the group
-
-    @classmethod
-    def of_group(cls, reads: Sequence[Read]) -> Request:
-        """Return the request for all of these samples."""
-        return cls(reads[0], 0, reads[0].size, tuple(reads[1:]))
-
-    @property
-    def reads(self) -> tuple[Read, ...]:
-        """All reads that it is for."""
-        return (self.read, *self.others)
-
-    @property
-    def size(self) -> int:
-        """The bytes of the samples that it is for."""
-        return sum(read.size for read in self.reads)
-
-    def without(self, gone: Callable[[Read], bool]) -> Request | None:
-        """Return it without the reads for which `gone` is true; None: no read is left."""
-        if not self.others:
-            return None if gone(self.read) else self
-        left = [read for read in self.reads if not gone(read)]
-        if len(left) == 1 + len(self.others):
-            return self
-        return Request.of_group(left) if left else None
-
-
-@dataclass(slots=True, eq=False)
-class ReaderQueue:
-    """The requests that one reader announced and that are not begun, and the bytes of the reads that are."""
-
-    requests: deque[Request] = field(default_factory=deque)
-    held: int = 0
 
 
 class SampleReads:

@@ -27,7 +27,7 @@ import torch
 
 from fastload.errors import ArgumentError
 from fastload.gpu.tree import tree_leaves, tree_map
-from fastload.metrics.counters import Counters
+from fastload.metrics.counters import Counters, stage
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
@@ -384,7 +384,7 @@ class DevicePrefetcher:
         if self._transform is None:
             return
         try:
-            with torch.profiler.record_function("fastload.batch_transform"):
+            with stage("batch_transform"):
                 started.batch = self._transform(started.batch)
         except StopIteration as error:
             # Left alone it would end the epoch silently.

@@ -26,14 +26,20 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.jpeg import DCT_MAGIC, ROWS_MAGIC, exif_of, jpeg_orientation, with_orientation
+from fastload.formats.jpeg import (
+    DCT_MAGIC,
+    ROWS_MAGIC,
+    exif_of,
+    index_size,
+    jpeg_orientation,
+    used_index,
+    with_orientation,
+)
 from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
-from fastload.images.kernel import Pixels, Source, active
+from fastload.images.kernel import Pixels, Source, active, record_writer, row_index
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-from fastload.formats.jpeg import index_size, used_index
-from fastload.images.kernel import record_writer, row_index
 
 # Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
 MAX_PIXELS = 2 * 89_478_485
@@ -88,21 +94,12 @@ def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = T
     return _whole(source, width, height, max_pixels, strict)
 
 
-def decode_pil(
-    data: Source,
-    *,
-    min_size: int | None = None,
-    exif: bool = False,
-    max_pixels: int = MAX_PIXELS,
-    strict: bool = True,
-) -> Image:
+def decode_pil(data: Source, *, exif: bool = False) -> Image:
     """Decode an image to a PIL image in RGB, for transforms that take one; torchvision's default loader.
 
     Of the file's EXIF data the image keeps the orientation, for `ImageOps.exif_transpose`.
 
     Args:
-        min_size: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, which is faster, as long as no side
-            falls below this many pixels. None: always the full size.
         exif: apply the EXIF orientation. torchvision does not, hence the default.
 
     Raises:
@@ -115,28 +112,20 @@ def decode_pil(
         raise ArgumentError(
             "transforms on PIL images need Pillow: pip install --force-reinstall pillow"
         ) from None
-    opened = _open(data, max_pixels, strict)
-    source, width, height, _ = opened
-    if not is_pixels(source):
-        denominator = 1
-        while min_size is not None and denominator < 8 and min(width, height) >= 2 * denominator * min_size:
-            denominator *= 2
-        source = _decode_jpeg(source, width, height, denominator, max_pixels, strict)
-    image = Image.fromarray(source)
+    opened = _open(data, MAX_PIXELS, True)
+    image = Image.fromarray(_whole(*opened[:3], MAX_PIXELS, True))
     orientation = opened.turned
     if orientation != 1:
         image.info["exif"] = exif_of(orientation)
     return ImageOps.exif_transpose(image) if exif else image
 
 
-def decode_resized(
-    data: Source, short_side: int, *, max_pixels: int = MAX_PIXELS, strict: bool = True
-) -> Pixels:
+def decode_resized(data: Source, short_side: int) -> Pixels:
     """Decode an image and resize its shorter side to `short_side`, never up; (height, width, 3) RGB uint8.
 
     The longer side is rounded down, as torchvision's Resize does; the filter is antialiased bilinear.
     """
-    return _resized(_open(data, max_pixels, strict), short_side, max_pixels, strict)
+    return _resized(_open(data, MAX_PIXELS, True), short_side)
 
 
 class Smaller(NamedTuple):
@@ -161,15 +150,15 @@ def open_smaller(data: Source, short_side: int) -> Smaller:
     """
     opened = _open(data, MAX_PIXELS, True)
     shape = _resized_shape(opened, short_side)
-    return Smaller(shape, opened.turned, lambda out: _draw_resized(opened, out, MAX_PIXELS, True))
+    return Smaller(shape, opened.turned, lambda out: _draw_resized(opened, out))
 
 
-def _resized(opened: _Opened, short_side: int, max_pixels: int, strict: bool) -> Pixels:
+def _resized(opened: _Opened, short_side: int) -> Pixels:
     if is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
         pixels: Pixels = opened.source
         return pixels
     out = np.empty(_resized_shape(opened, short_side), np.uint8)
-    _draw_resized(opened, out, max_pixels, strict)
+    _draw_resized(opened, out)
     return out
 
 
@@ -180,30 +169,28 @@ def _resized_shape(opened: _Opened, short_side: int) -> tuple[int, int, int]:
     return height, width, 3
 
 
-def _draw_resized(opened: _Opened, out: Pixels, max_pixels: int, strict: bool) -> None:
+def _draw_resized(opened: _Opened, out: Pixels) -> None:
     source, width, height, _ = opened
     if out.shape[:2] != (height, width):
         item = (0, source, 0.0, 0.0, float(width), float(height), False)
-        for _, reason in active().crop_resize(out[None], [item], True, True, max_pixels, strict):
+        for _, reason in active().crop_resize(out[None], [item], True, True, MAX_PIXELS, True):
             raise DecodeError(reason)
     elif is_pixels(source):
         out[:] = source
     else:
-        _decode_into(source, out, 1, max_pixels, strict)
+        _decode_into(source, out, MAX_PIXELS, True)
 
 
-def shrink(
-    data: Source, short_side: int, quality: int, *, max_pixels: int = MAX_PIXELS, strict: bool = True
-) -> bytes:
+def shrink(data: Source, short_side: int, quality: int) -> bytes:
     """Re-encode an image as a JPEG (4:2:0) whose shorter side is `short_side`, with its EXIF orientation.
 
     A JPEG that is not larger comes back unchanged: a second encoding would cost quality and gain little. Then
     only its header and its end marker are checked.
     """
-    opened = _open(data, max_pixels, strict)
+    opened = _open(data, MAX_PIXELS, True)
     if not is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
         return bytes(opened.source)
-    pixels = _resized(opened, short_side, max_pixels, strict)
+    pixels = _resized(opened, short_side)
     encoded: bytes = simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False)
     orientation = opened.turned
     return encoded if orientation == 1 else with_orientation(encoded, orientation)
@@ -312,23 +299,17 @@ def _sniff(data: memoryview) -> str:
 
 def _whole(source: Source, width: int, height: int, max_pixels: int, strict: bool) -> Pixels:
     """Return all pixels of an opened image."""
-    if not is_pixels(source):
-        return _decode_jpeg(source, width, height, 1, max_pixels, strict)
-    pixels: Pixels = source
-    return pixels
-
-
-def _decode_jpeg(
-    data: Source, width: int, height: int, denominator: int, max_pixels: int, strict: bool
-) -> Pixels:
-    out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
-    _decode_into(data, out, denominator, max_pixels, strict)
+    if is_pixels(source):
+        pixels: Pixels = source
+        return pixels
+    out = np.empty((height, width, 3), np.uint8)
+    _decode_into(source, out, max_pixels, strict)
     return out
 
 
-def _decode_into(data: Source, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
+def _decode_into(data: Source, out: Pixels, max_pixels: int, strict: bool) -> None:
     try:
-        active().decode(data, out, denominator, max_pixels, strict)
+        active().decode(data, out, 1, max_pixels, strict)
     except ValueError as error:
         raise DecodeError(str(error)) from error
 

@@ -36,8 +36,8 @@ from fastload.distributed import find_launched, find_rank
 from fastload.errors import FastloadError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.resume import LoaderPosition
-from fastload.metrics.counters import BadSamples, Counters, Meter
-from fastload.metrics.torch_private import shard_data_pipe, stage
+from fastload.metrics.counters import BadSamples, Counters, Meter, stage
+from fastload.metrics.torch_private import shard_data_pipe
 from fastload.order.exclusions import Exclusions
 from fastload.order.position import History
 from fastload.order.sampler import DistributedSampler, indexed_length, node_shares
@@ -47,9 +47,9 @@ from fastload.trace.digest import Digest, find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryLimit, MemoryUse
-from fastload.workers.processes import Arrival, WorkerProcesses, Workers
+from fastload.workers.processes import WorkerProcesses
 from fastload.workers.protocol import WorkerSetup
-from fastload.workers.this_process import ThisProcess, allocator
+from fastload.workers.workers import Arrival, ThisProcess, Workers, allocator
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
@@ -145,7 +145,7 @@ class LoaderContext:
 
     Attributes:
         counters: of all epochs.
-        memory: of the worker processes, under `memory_limit`.
+        memory: of the worker processes, with `memory_limit=`.
         meter: the epoch that runs, or the last one.
         bad: samples that could not be read or decoded.
         position: how much was delivered.
@@ -169,7 +169,7 @@ class LoaderContext:
     digest: Digest = field(default_factory=Digest)
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None
-    memory: MemoryUse = field(default_factory=MemoryUse)
+    memory: MemoryUse | None = None
     remote_caches: RemoteCaches = field(default_factory=RemoteCaches)
     log: LogWriter | None = None
     kind: str = ""
@@ -269,7 +269,8 @@ def new_workers(
     threads = kernel_threads(loader, context)
     setup = _setup(loader, context, base_seed, part, threads)
     counters, bad, memory = context.counters, context.bad, context.memory
-    memory.start(setup.memory_limit)
+    if memory is not None and setup.memory_limit is not None:
+        memory.start(setup.memory_limit)
     if loader.num_workers > 0:
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
@@ -313,7 +314,9 @@ def kernel_processes(threads: int) -> int:
 def _setup(
     loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int], threads: int
 ) -> WorkerSetup:
-    workers, init = kernel_processes(threads) or loader.num_workers, loader.worker_init_fn
+    workers, init, limit = kernel_processes(threads) or loader.num_workers, loader.worker_init_fn, None
+    if loader.memory_limit is not None:
+        limit = MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context)
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         init = functools.partial(shard_data_pipe, init, *part)
     return WorkerSetup(
@@ -331,7 +334,7 @@ def _setup(
         threads=loader.threads,
         kernel_threads=-(-threads // max(1, workers)),
         batch_size=loader.batch_size or 1,
-        memory_limit=MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context),
+        memory_limit=limit,
         positions=context.position.start.workers,
     )
 

@@ -9,21 +9,27 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.checks import check_one_of, refuse_class, shorten_errors
+from fastload.checks import shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
-from fastload.datasets.views import check_dataset
-from fastload.datasets.wrappers import inner_datasets, view_of
-from fastload.errors import ArgumentError, address
+from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import resolve_device
+from fastload.loader.arguments import (
+    ASKED_BY_PREPARE,
+    check_arguments,
+    check_log,
+    check_threads,
+    warn_of_an_empty_epoch,
+    warn_of_prepare,
+    warn_of_ray,
+    warn_of_unprefetched,
+)
 from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
-from fastload.loader.frameworks import ASKED_BY_PREPARE, warn_of_prepare, warn_of_ray
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
@@ -31,11 +37,10 @@ from fastload.metrics.machine import need_linux
 from fastload.order.budget_sampler import check_sampler
 from fastload.order.sampler import ShardSampler, known_length
 from fastload.order.state import parse_state, plain_state, reading_state
-from fastload.printable import user_level
 from fastload.trace.digest import find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
-from fastload.workers.memory_limit import MemoryLimit, most_workers
+from fastload.workers.memory_limit import MemoryLimit, MemoryUse, most_workers
 
 if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
@@ -147,9 +152,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         sample_log: str | os.PathLike[str] | None = None,
         processes: bool = False,
     ) -> None:
-        _check_arguments(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
-        _check_log(dataset, sample_log)
-        _check_threads(dataset, threads)
+        check_arguments(dataset, batch_size, num_workers, batch_transform, on_error, seed, processes)
+        check_log(dataset, sample_log)
+        check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         check_sampler(dataset, sampler, batch_sampler)
         if num_workers:
@@ -194,9 +199,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         if self.num_workers > 0:
             self.check_worker_number_rationality()
         if not threads:
-            _warn_of_unprefetched(dataset)
+            warn_of_unprefetched(dataset)
         if drop_last:
-            _warn_of_an_empty_epoch(self)
+            warn_of_an_empty_epoch(self)
         if torch.utils.data.DataLoader is not DataLoader:  # else frameworks make fastload's
             warn_of_ray(self)
 
@@ -360,7 +365,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             "limit": find_bottleneck(epoch),
             "verdict": explain_bottleneck(epoch, gauges),
             "bad": list(context.bad.last.copy()),
-            "memory": context.memory.stats(),
+            "memory": {} if context.memory is None else context.memory.stats(),
             "limits": context.limits(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
@@ -394,7 +399,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             self.num_workers = most_workers(self.memory_limit, self.multiprocessing_context)
         if auto and not why_fixed(self.dataset):
             context.autoscaler = Autoscaler(self.num_workers, prefetch_factor)
-        MemoryLimit.of(self.memory_limit, processes or self.num_workers, self.multiprocessing_context)
+        if self.memory_limit is not None:
+            MemoryLimit.of(self.memory_limit, processes or self.num_workers, self.multiprocessing_context)
+            context.memory = MemoryUse()
 
     def _new_decoding(self, decoder: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decoder  # not for loaders that need no decoder
@@ -421,90 +428,3 @@ def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bo
     if view_of(dataset).streams() is not None:
         return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
     return None, shuffle
-
-
-# --- arguments: torch checks its own
-
-
-def _check_arguments(
-    dataset: Any,
-    batch_size: Any,
-    num_workers: Any,
-    batch_transform: Any,
-    on_error: Any,
-    seed: Any,
-    processes: Any,
-) -> None:
-    """Raise `ArgumentError` for fastload's own arguments."""
-    check_dataset(dataset)
-    check_one_of("on_error", on_error, ("raise", "repeat", "replace"))
-    if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
-        raise ArgumentError(
-            f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
-        )
-    if isinstance(batch_size, str):
-        raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
-    if isinstance(num_workers, str) and num_workers != "auto":
-        raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
-    refuse_class("batch_transform", batch_transform)
-    if not (batch_transform is None or callable(batch_transform)):
-        raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
-    if seed is not None and not isinstance(seed, int):
-        raise ArgumentError(f"seed must be an int or None, found {seed!r}")
-    if not isinstance(processes, bool):
-        raise ArgumentError(f"processes must be True or False, found {processes!r}")
-
-
-def _check_log(dataset: Any, sample_log: Any) -> None:
-    if sample_log is None:
-        return
-    if not isinstance(sample_log, str | os.PathLike):
-        raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
-    if "://" in os.fsdecode(sample_log):
-        raise ArgumentError(f"sample_log must be a directory of this machine, found {sample_log!r}")
-    if isinstance(dataset, IterableDataset):
-        raise ArgumentError(
-            f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"
-        )
-
-
-def _check_threads(dataset: Any, threads: Any) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
-        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
-    if threads and isinstance(dataset, IterableDataset):
-        raise ArgumentError(
-            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
-            "leave out threads, or make the dataset map-style"
-        )
-
-
-def _warn_of_unprefetched(dataset: Any) -> None:
-    """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
-    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
-    if lone is not None:
-        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
-        warnings.warn(
-            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. Give "
-            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
-            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
-            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
-            f"See {address('nothing-is-read-ahead')}",
-            stacklevel=user_level(),
-        )
-
-
-def _warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
-    """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return
-    try:
-        samples = len(loader.sampler)  # type: ignore[arg-type]
-    except Exception:  # it has no length, or one that torch would not ask for here
-        return
-    if samples < loader.batch_size:
-        warnings.warn(
-            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
-            f"than batch_size={loader.batch_size}",
-            stacklevel=user_level(),
-        )

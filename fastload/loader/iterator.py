@@ -21,12 +21,13 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
 from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_exclusions, new_schedule
-from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
+from fastload.metrics.counters import stage
+from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.order.position import Position
 from fastload.order.samplers import Samplers
 from fastload.order.state import WorkerState, reading_state
-from fastload.workers.processes import Arrival, Workers
 from fastload.workers.protocol import EpochStart
+from fastload.workers.workers import Arrival, Workers
 
 
 class LoaderIterator(TorchIterator):

@@ -32,8 +32,8 @@ from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
 from fastload.order.state import VERSION, Coming, Identity, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
-from fastload.workers.batch import load_dataset
 from fastload.workers.reading import REPLACEMENTS
+from fastload.workers.streams import load_dataset
 
 _NEAREST = 64  # samples of which a substitute is chosen by chance
 

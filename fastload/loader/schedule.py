@@ -16,7 +16,7 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.order.position import Position
 from fastload.order.samplers import Samplers
-from fastload.workers.processes import Arrival, Workers
+from fastload.workers.workers import Arrival, Workers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.

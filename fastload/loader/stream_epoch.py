@@ -24,7 +24,7 @@ from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.order.sampler import ShardSampler, indexed_length
 from fastload.order.state import State, StreamState
-from fastload.workers.batch import TakeNext
+from fastload.workers.streams import TakeNext
 
 _Plan = list[dict[str, Any]]
 _ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins

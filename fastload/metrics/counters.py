@@ -16,12 +16,26 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastload.errors import address
+from fastload.errors import address, warn
 from fastload.metrics.machine import Cores, call_in_forks
-from fastload.printable import warn
 
-# `torch_private` replaces it, once torch is loaded: this module works without torch.
-profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
+_NOTHING = nullcontext()
+# Whether a profiler runs in this thread. `torch_private` puts torch's own in its place, once torch is loaded.
+profiler_enabled: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def stage(name: str) -> AbstractContextManager[object]:
+    """Return a range for the block, named "fastload.<name>", where a profiler of torch runs in this thread.
+
+    In the trainer's process the stages are wait, unpack, sampler and batch_transform; in a worker with a
+    profiler of its own (started from `worker_init_fn`, say) those that its counters time, such as decode,
+    cache and collate. The profiler is asked first: `record_function` calls the dispatcher even without one.
+    """
+    if not profiler_enabled():
+        return _NOTHING
+    import torch  # loaded already: this module works without it
+
+    return torch.profiler.record_function(f"fastload.{name}")
 
 
 class Counters:
@@ -113,7 +127,7 @@ class _Timed:
         self._stage = stage
 
     def __enter__(self) -> None:
-        self._range = profiler_range(self._stage)
+        self._range = stage(self._stage)
         self._range.__enter__()
         # Looking costs as much as all else here, and nothing else is read within a read of the cache.
         self._reading = 0.0 if self._stage == "cache" else self._counters.reading_seconds()

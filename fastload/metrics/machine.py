@@ -1,4 +1,4 @@
-"""The machine that this process runs on: its system, and the cores and memory that the process may use.
+"""The machine that this process runs on: its system, and the cores, memory and device that the process uses.
 
 Cores and memory follow the affinity mask and the control groups: in a container, the machine has more.
 """
@@ -13,8 +13,12 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastload.errors import PlatformError
+
+if TYPE_CHECKING:
+    import torch
 
 # Public names that need nothing of POSIX.
 ANYWHERE = (
@@ -81,6 +85,16 @@ def memory_file(name: str) -> int:
         return descriptor
     with tempfile.TemporaryFile(prefix=name) as file:
         return os.dup(file.fileno())
+
+
+def default_device() -> torch.device:
+    """Return torch's default device. After `set_default_device(None)`, torch 2.8 and 2.9 raise instead."""
+    import torch  # this module works without it
+
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 def usable_cores() -> int:

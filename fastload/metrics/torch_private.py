@@ -14,15 +14,10 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 | `is_exiting` | at exit nothing may be ended that is half gone | tracebacks at exit |
 | `profiler_enabled` | a range costs nothing while no profiler runs | microseconds per batch |
 | `default_store` | ranks agree through torch.distributed's store | several ranks that read streams |
-
-`stage` makes the ranges for `torch.profiler`, named "fastload.<stage>". In the trainer's process: wait,
-unpack, sampler. In a worker with a profiler of its own (started from `worker_init_fn`, say): the stages that
-its counters time, such as decode, cache and collate.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -42,7 +37,6 @@ collate_map: dict[Any, Any] = collate.default_collate_fn_map
 collate_tensors: Any = collate.collate_tensor_fn
 handle_dead_workers_signals: Any = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
 numpy_seed: Any = worker._generate_state
-profiler_enabled: Any = _profiler_enabled
 shard_data_pipe: Any = _sharding_worker_init_fn
 
 
@@ -61,28 +55,9 @@ def is_exiting() -> bool:
     return _utils is None or bool(_utils.python_exit_status)
 
 
-def default_device() -> torch.device:
-    """Return the default device. After `torch.set_default_device(None)`, torch 2.8 and 2.9 raise instead."""
-    try:
-        return torch.get_default_device()
-    except AttributeError:
-        return torch.device("cpu")
-
-
 def default_store() -> Any:
     """Return the key-value store of torch.distributed."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-_NOTHING = contextlib.nullcontext()
-
-
-def stage(name: str) -> contextlib.AbstractContextManager[object]:
-    """Return a range for the block, where a profiler runs in this thread.
-
-    The profiler is asked first, because `record_function` calls the dispatcher even without one.
-    """
-    return torch.profiler.record_function(f"fastload.{name}") if profiler_enabled() else _NOTHING
-
-
-counters.profiler_range = stage  # without torch, counters make no ranges
+counters.profiler_enabled = _profiler_enabled  # without torch, counters make no ranges

@@ -21,11 +21,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, printable
 from fastload.metrics.bottleneck import explain_bottleneck
 from fastload.metrics.counters import rates
 from fastload.metrics.exporters import Export
-from fastload.printable import printable
 
 if TYPE_CHECKING:
     import torch.utils.data

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
-from fastload.metrics.torch_private import default_device
+from fastload.metrics.machine import default_device
 from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.mixture_sampler import MixedAt, MixtureSampler, mixed_at
 from fastload.order.sampler import DistributedSampler, ShardSampler

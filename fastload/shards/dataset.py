@@ -23,8 +23,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed
-from fastload.fetch.ranges import record_name, split_name
-from fastload.fetch.reads import Source
+from fastload.fetch.reads import Source, record_name, split_name
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from fastload.cache import Cache
 from fastload.datasets.warm import Outcome, ToRead, Warmed, put
 from fastload.errors import CacheError, DecodeError, NotFoundError, ObjectChangedError, ShortReadError
-from fastload.fetch.ranges import record_name
+from fastload.fetch.reads import record_name
 from fastload.fetch.threads import ReadPool, process_share
 from fastload.metrics.counters import Counters
 from fastload.shards.formats import ShardFormat

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import get_worker_info
 
 from fastload.errors import DecodeError, FastloadError
-from fastload.fetch.ranges import record_name
-from fastload.fetch.reads import Source, plan_ranges
+from fastload.fetch.reads import Source, plan_ranges, record_name
 from fastload.fetch.threads import ReadPool
 from fastload.formats.pieces import HEAD, Inflater, Record, Splitter, is_compressed
 from fastload.metrics.counters import Counters

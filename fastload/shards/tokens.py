@@ -21,8 +21,7 @@ from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
-from fastload.fetch.ranges import record_name
-from fastload.fetch.reads import Source
+from fastload.fetch.reads import Source, record_name
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList

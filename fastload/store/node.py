@@ -35,9 +35,8 @@ from multiprocessing import context, reduction
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
-from fastload.errors import CacheError
+from fastload.errors import CacheError, user_level
 from fastload.metrics.machine import call_in_forks, memory_file
-from fastload.printable import user_level
 
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PART = ".part"

@@ -24,7 +24,8 @@ from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
 from fastload.order.schema import plain, read
 from fastload.order.state import DigestPart, DigestState
-from fastload.workers.protocol import LANES, Fingerprint
+from fastload.workers.batch import LANES
+from fastload.workers.protocol import Fingerprint
 
 _MASK = (1 << 64) - 1
 _SALT = 0x5A17  # so that the numbers of steps are not those of samples

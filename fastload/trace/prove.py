@@ -24,7 +24,8 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.order.state import content_of, find_states, parse_state
 from fastload.trace.digest import Digest, EpochSums, merged
 from fastload.trace.sample_log import LOGS, MAGIC, Row, SampleLog
-from fastload.workers.protocol import LANES, Fingerprint, sums_of
+from fastload.workers.batch import LANES, sums_of
+from fastload.workers.protocol import Fingerprint
 
 
 class Proof(NamedTuple):

@@ -11,31 +11,33 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset, graph_settings
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, default_collate, default_convert, graph_settings
 
 from fastload.datasets.sample_fields import ordinary_memory
-from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests, SampleStream, stopping
+from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests, View, numbers_of, stopping
 from fastload.datasets.wrappers import fastload_datasets, inner_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
 from fastload.images.rng import SampleSeeds
 from fastload.metrics.counters import Counters
+from fastload.metrics.machine import default_device
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
-from fastload.workers.collate import Collation, tell_mismatch
-from fastload.workers.protocol import EpochStart, Fingerprint, Fingerprints, WorkerSetup
+from fastload.workers.collate import tell_mismatch
+from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
+from fastload.workers.streams import StreamOver, StreamReader, TakeNext, dataset_state, resume_fetcher
 
 _FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
@@ -158,8 +160,9 @@ class BatchMaker(BatchSource):
 
     def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
         rows = view_of(setup.dataset)
+        streams = rows.streams()
         # Streamed ids are not announced, and shard datasets give a stream's records to one thread.
-        threaded = setup.threads > 0 and rows.streams() is None
+        threaded = setup.threads > 0 and streams is None
         self.counters = BatchCounters(setup.dataset, threaded=threaded)
         self._dataset = setup.dataset
         self._datasets = fastload_datasets(setup.dataset)
@@ -174,7 +177,8 @@ class BatchMaker(BatchSource):
         self._ahead = ReadAhead(
             rows if rows.reads_ahead else None, auto_collation=setup.auto_collation, threaded=threaded
         )
-        self._fingerprints = Fingerprints(rows, seeded=setup.seeded, logged=setup.logged)
+        self._fingerprint_of = partial(fingerprint_of, rows, seeded=setup.seeded, logged=setup.logged)
+        self._stateful = is_stateful(setup.dataset)
         # A trainer that makes its own batches runs other code too, which must not see what threads draw.
         shares = setup.num_workers == 0
         self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None
@@ -187,16 +191,19 @@ class BatchMaker(BatchSource):
             counters=self.counters,
             threads=self._threads,
         )
-        self._streams = StreamReader(
-            setup.dataset,
-            auto_collation=setup.auto_collation,
-            drop_last=setup.drop_last,
-            cancel=self.cancel,
-        )
+        self._streams = None
+        if streams is not None:
+            self._streams = StreamReader(
+                streams,
+                auto_collation=setup.auto_collation,
+                drop_last=setup.drop_last,
+                cancel=self.cancel,
+            )
         self._fillers = ThreadPoolExecutor(_FILLERS, "fastload-fill")  # starts none before it is used
 
     def start_epoch(self, start: EpochStart) -> None:
-        self._streams.start_epoch(streamed=start.streamed)
+        if self._streams is not None:
+            self._streams.start_epoch(streamed=start.streamed)
         self._streamed, self._stream = start.streamed, None
         self._epoch = (start.seed, start.epoch)
         self._collation.start_epoch()
@@ -257,6 +264,7 @@ class BatchMaker(BatchSource):
         """
         self.fingerprint = self._stream = None
         if isinstance(index, TakeNext):
+            assert self._streams is not None
             index, self._stream = self._streams.take(index)
         try:
             with self._threads or contextlib.nullcontext():
@@ -281,7 +289,7 @@ class BatchMaker(BatchSource):
             fill, copy = partial(self._fill, batch), partial(self._rows.copy_row, batch)
             errors = fill(list(enumerate(indices))) if begun is None else begun.errors.result()
             resolved = self._errors.resolve(indices, errors, fill, copy)
-        self.fingerprint = self._fingerprints.of(resolved, *self._epoch)
+        self.fingerprint = self._fingerprint_of(resolved, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if batch is None:
@@ -340,7 +348,9 @@ class BatchMaker(BatchSource):
     # --- what a process reports, and its end
 
     def state(self) -> DatasetState | dict[str, Any] | None:
-        return self._stream if self._streamed else dataset_state(self._dataset, None)
+        if self._streamed:
+            return self._stream
+        return dataset_state(self._dataset, None) if self._stateful else None
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
         bad, self._errors.bad = self._errors.bad, []
@@ -361,91 +371,12 @@ class BatchMaker(BatchSource):
 
     def end_iteration(self) -> None:
         self._close_threads()
-        self._streams.close()
+        if self._streams is not None:
+            self._streams.close()
 
     def _close_threads(self) -> None:
         if self._threads is not None:
             self._threads.close()
-
-
-# --- streams of shards
-
-
-class StreamOver(Exception):
-    """A stream has no more. Not StopIteration, which a dataset may raise by mistake."""
-
-
-class TakeNext(NamedTuple):
-    """In place of an index batch: the next `n` samples of a stream."""
-
-    stream: int
-    n: int
-    start: dict[str, Any] | None  # with the first batch of the stream: the state to open it with
-
-
-class StreamReader:
-    """Opens streams on request, and takes sample ids from them.
-
-    Args:
-        dataset: any; streams are requested only of a `StreamDataset`.
-        auto_collation: False where an "index batch" is one id (`batch_size=None`).
-        drop_last: a stream ends before a last batch that is not full.
-        cancel: called with ids that were taken and will not be used, as an index batch.
-    """
-
-    def __init__(
-        self, dataset: Any, *, auto_collation: bool, drop_last: bool, cancel: Callable[[Any], None]
-    ) -> None:
-        self._dataset = view_of(dataset).streams()
-        self._auto_collation = auto_collation
-        self._drop_last = drop_last
-        self._cancel = cancel
-        self._open: dict[int, SampleStream] = {}
-
-    def start_epoch(self, *, streamed: bool) -> None:
-        """Close the streams of the previous epoch."""
-        self.close()
-        if not streamed and self._dataset is not None:
-            self._dataset.must_stream()  # reads the shard indexes that other processes have completed
-
-    def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
-        """Return the index batch of the next samples, and the stream's state after them.
-
-        Raises:
-            StreamOver: the stream is over.
-            Exception: any that the stream raises; it is over then.
-        """
-        assert self._dataset is not None
-        if work.start is not None:
-            if work.stream in self._open:  # Ctrl-C came after `take`, so it is opened once more
-                self._open.pop(work.stream).close()
-            self._open[work.stream] = self._dataset.open_stream(work.start)
-        stream = self._open.pop(work.stream, None)
-        if stream is None:
-            raise StreamOver
-        try:
-            ids = stream.take(work.n)
-            state = stream.state()
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, StopIteration):
-                raise RuntimeError("a stream of the dataset raised StopIteration") from error
-            raise
-        if not ids or (self._drop_last and len(ids) < work.n):
-            if ids:
-                self._cancel(ids)
-            stream.close()
-            raise StreamOver
-        self._open[work.stream] = stream
-        return (ids if self._auto_collation else ids[0]), state
-
-    def close(self) -> None:
-        """Close all open streams."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-
-# --- iterable datasets, and states of datasets: that of the process that reads one
 
 
 class IterableSource(BatchSource):
@@ -488,39 +419,88 @@ class IterableSource(BatchSource):
         return self._counters.drain(), []
 
 
-def dataset_state(dataset: Any, fetcher: Any) -> DatasetState | None:
-    """Return the state of a dataset and of the iterator that `fetcher` has over it; None without one."""
-    iterator = getattr(fetcher, "dataset_iter", None)
-    own = is_stateful(dataset) and iterator is not dataset
-    if not own and not is_stateful(iterator):
-        return None
-    return DatasetState(
-        dataset=dataset.state_dict() if own else None,
-        iterator=iterator.state_dict() if iterator is not None and is_stateful(iterator) else None,
-        ended=getattr(fetcher, "ended", False),
-    )
+# --- collation
 
 
-def load_dataset(dataset: Any, saved: WorkerState | None) -> None:
-    """Load the dataset's own state, before an iterator over it is made: the first step of resuming."""
-    if saved is not None and saved.state is not None and saved.state.dataset is not None:
-        dataset.load_state_dict(saved.state.dataset)
+class Collation:
+    """The `collate_fn` of a loader.
 
+    Args:
+        collate_fn: as torch's.
+        auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
 
-def resume_fetcher(fetcher: Any, saved: WorkerState | None, batch_size: int) -> None:
-    """Move the iterator of torch's fetcher over an iterable dataset to the saved position: the second step.
-
-    An iterator without a state is moved by drawing and dropping samples.
+    Attributes:
+        direct: `default_collate` makes the batches, so a dataset may write their rows in its place.
     """
-    if saved is None:
-        return
-    state = saved.state
-    if state is not None and state.iterator is not None:
-        fetcher.dataset_iter.load_state_dict(state.iterator)
-    if saved.fresh:
-        if state is not None:
-            fetcher.dataset_iter = iter(fetcher.dataset)
-        return
-    if state is None:
-        deque(itertools.islice(fetcher.dataset_iter, saved.batches * batch_size), maxlen=0)
-    fetcher.ended = saved.ended or (state is not None and state.ended)
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
+        self._function = collate_fn
+        self.auto_collation = auto_collation
+        self.direct = auto_collation and collate_fn is default_collate
+        self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def start_epoch(self) -> None:
+        """Look up torch's default device, which may have changed.
+
+        torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
+        """
+        moved = default_device().type != "cpu"
+        moved = moved and self._function in (default_collate, default_convert)
+        self.on_host = partial(torch.device, "cpu") if moved else contextlib.nullcontext
+
+    def indices(self, index: Any) -> list[Any]:
+        """Return the sample indices of an index batch."""
+        return list(index) if self.auto_collation else [index]
+
+    def __call__(self, samples: Any, name: Callable[[int], str]) -> Any:
+        """Return the batch of these samples. `name`: row of the batch -> the sample's name, for errors.
+
+        Raises:
+            Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that
+                do not fit together.
+        """
+        with self.on_host():
+            try:
+                return self._function(samples if self.auto_collation else samples[0])
+            except Exception as error:
+                if self._function is default_collate:
+                    tell_mismatch(error, samples, name)
+                raise
+
+
+# --- what a batch was really made of
+#
+# The process that makes a batch says so, once `on_error` has resolved its errors. Every other account of a
+# run, such as the order that the trainer planned, would repeat the plan's mistakes.
+#
+#     identity      key and version of the object; shard, its version and the record's number; else the index
+#     fingerprint   identity mixed with the random number of the sample: one 64-bit number for each row
+#     sums          over the rows of the batch, in four functions of the fingerprint: the same in any order
+
+LANES = 4
+_FACTORS = np.array(
+    [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F], [0xD6E8FEB86659FD93], [0xA0761D6478BD642F]], np.uint64
+)
+_HALF = np.uint64(32)
+
+
+def sums_of(fingerprints: NDArray[np.uint64]) -> tuple[int, ...]:
+    """Return four sums modulo 2**64, each over another function of the fingerprints: 256 bits together."""
+    lanes = fingerprints * _FACTORS
+    lanes ^= lanes >> _HALF
+    return tuple(lanes.sum(axis=1, dtype=np.uint64).tolist())
+
+
+def fingerprint_of(
+    view: View, indices: list[Any], seed: int, epoch: int, *, seeded: bool, logged: bool
+) -> Fingerprint:
+    """Return the fingerprint of a batch.
+
+    Args:
+        view: of the loader's dataset.
+        indices: of the samples in its rows, substitutes of bad ones included.
+        seeded: the loader has a seed, so that all that draws gets random numbers of (seed, epoch, index).
+        logged: there is a sample log, which needs each row.
+    """
+    of_rows = view.fingerprints(indices, seed, epoch, seeded=seeded)
+    return Fingerprint(len(indices), sums_of(of_rows), (numbers_of(indices), of_rows) if logged else None)

@@ -1,4 +1,4 @@
-"""Collation: samples to a batch, by torch's rules and into memory of our own; and why it fails.
+"""torch's `default_collate`: made to stack into memory of our own, and what its errors leave out.
 
 torch's error names neither the samples that do not fit together nor a remedy.
 """
@@ -6,17 +6,15 @@ torch's error names neither the samples that do not fit together nor a remedy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, default_convert
 
 from fastload.datasets.views import Allocate
-from fastload.metrics.torch_private import collate_map, collate_tensors, default_device
+from fastload.metrics.torch_private import collate_map, collate_tensors
 
 
 def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str:
@@ -113,52 +111,6 @@ def collate_into(allocate: Allocate) -> None:
 
     if collate_map[torch.Tensor] is collate_tensors:
         collate_map[torch.Tensor] = stack
-
-
-class Collation:
-    """The `collate_fn` of a loader.
-
-    Args:
-        collate_fn: as torch's.
-        auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
-
-    Attributes:
-        direct: `default_collate` makes the batches, so a dataset may write their rows in its place.
-    """
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
-        self._function = collate_fn
-        self.auto_collation = auto_collation
-        self.direct = auto_collation and collate_fn is default_collate
-        self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-
-    def start_epoch(self) -> None:
-        """Look up torch's default device, which may have changed.
-
-        torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
-        """
-        moved = default_device().type != "cpu"
-        moved = moved and self._function in (default_collate, default_convert)
-        self.on_host = functools.partial(torch.device, "cpu") if moved else contextlib.nullcontext
-
-    def indices(self, index: Any) -> list[Any]:
-        """Return the sample indices of an index batch."""
-        return list(index) if self.auto_collation else [index]
-
-    def __call__(self, samples: Any, name: Callable[[int], str]) -> Any:
-        """Return the batch of these samples. `name`: row of the batch -> the sample's name, for errors.
-
-        Raises:
-            Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that
-                do not fit together.
-        """
-        with self.on_host():
-            try:
-                return self._function(samples if self.auto_collation else samples[0])
-            except Exception as error:
-                if self._function is default_collate:
-                    tell_mismatch(error, samples, name)
-                raise
 
 
 def tell_mismatch(error: Exception, samples: Any, name: Callable[[int], str]) -> None:

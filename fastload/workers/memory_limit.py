@@ -66,15 +66,13 @@ class MemoryLimit(NamedTuple):
     method: str
 
     @classmethod
-    def of(cls, given: Any, workers: int, context: Any) -> MemoryLimit | None:
+    def of(cls, given: Any, workers: int, context: Any) -> MemoryLimit:
         """Return the argument `memory_limit` of a loader with these workers and this multiprocessing context.
 
         Raises:
             ArgumentError: it is no size, or below the smallest one that is possible; or it is a part of the
                 node's memory, and nobody knows among how many ranks.
         """
-        if given is None:
-            return None
         method = context if isinstance(context, str) else _start_method(context)
         limit = cls(given, _bytes_of_rank(given), workers, method)
         limit.check(limit.least())
@@ -113,9 +111,9 @@ class MemoryLimit(NamedTuple):
 
 def most_workers(memory_limit: Any, context: Any) -> int:
     """Return the upper limit of num_workers="auto": by cores, and by memory."""
-    limit = MemoryLimit.of(memory_limit, 1, context)
-    if limit is None:
+    if memory_limit is None:
         return ceiling()
+    limit = MemoryLimit.of(memory_limit, 1, context)
     each = limit.least(room=_AUTO_ROOM) - limit.common
     return min(ceiling(), max(1, (limit.bytes - limit.common) // each))
 
@@ -145,7 +143,7 @@ def _start_method(context: Any) -> str:
 
 
 class MemoryUse:
-    """The memory of a loader's processes, as its workers report it."""
+    """The memory of a loader's processes under a limit, as its workers report it."""
 
     def __init__(self) -> None:
         self._limit: MemoryLimit | None = None
@@ -153,7 +151,7 @@ class MemoryUse:
         self._peak = 0
         self._warned = False
 
-    def start(self, limit: MemoryLimit | None) -> None:
+    def start(self, limit: MemoryLimit) -> None:
         """Note that an iterator starts, with workers of its own."""
         self._limit, self._workers = limit, {}
 

@@ -1,4 +1,4 @@
-"""The protocol between the trainer's process and one worker: messages, errors, fingerprints, and the channel.
+"""The protocol between the trainer's process and one worker: messages, errors, and the channel.
 
 A `Channel` is a Unix socket pair of sequenced packets: a message arrives whole or not at all, file
 descriptors travel with it, and the death of either side is an end-of-file on the other. A
@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.checks import raised_by_us
-from fastload.datasets.views import View, numbers_of
 from fastload.errors import FastloadError
 from fastload.metrics.machine import call_in_forks
 from fastload.order.state import WorkerState
@@ -171,6 +170,20 @@ def _is_one_text(error: BaseException) -> bool:
     return len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
 
 
+class Fingerprint(NamedTuple):
+    """The fingerprint of a batch, see `fingerprint_of` in `fastload.workers.batch`.
+
+    Attributes:
+        samples: number of its rows.
+        sums: four numbers over all rows.
+        rows: index (int64) and fingerprint (uint64) of each row, for a sample log; else None.
+    """
+
+    samples: int
+    sums: tuple[int, ...]
+    rows: tuple[NDArray[np.int64], NDArray[np.uint64]] | None
+
+
 class Result(NamedTuple):
     """The answer to one index batch."""
 
@@ -288,61 +301,3 @@ def _close_trainer_ends() -> None:
 
 
 call_in_forks(_close_trainer_ends)
-
-
-# --- what a batch was really made of
-#
-# The process that makes a batch says so, once `on_error` has resolved its errors. Every other account of a
-# run, such as the order that the trainer planned, would repeat the plan's mistakes.
-#
-#     identity      key and version of the object; shard, its version and the record's number; else the index
-#     fingerprint   identity mixed with the random number of the sample: one 64-bit number for each row
-#     sums          over the rows of the batch, in four functions of the fingerprint: the same in any order
-
-LANES = 4
-_FACTORS = np.array(
-    [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F], [0xD6E8FEB86659FD93], [0xA0761D6478BD642F]], np.uint64
-)
-_HALF = np.uint64(32)
-
-
-class Fingerprint(NamedTuple):
-    """The fingerprint of a batch.
-
-    Attributes:
-        samples: number of its rows.
-        sums: see above.
-        rows: index (int64) and fingerprint (uint64) of each row, for a sample log; else None.
-    """
-
-    samples: int
-    sums: tuple[int, ...]
-    rows: tuple[NDArray[np.int64], NDArray[np.uint64]] | None
-
-
-def sums_of(fingerprints: NDArray[np.uint64]) -> tuple[int, ...]:
-    """Return four sums modulo 2**64, each over another function of the fingerprints: 256 bits together."""
-    lanes = fingerprints * _FACTORS
-    lanes ^= lanes >> _HALF
-    return tuple(lanes.sum(axis=1, dtype=np.uint64).tolist())
-
-
-class Fingerprints:
-    """Makes the fingerprint of each batch.
-
-    Args:
-        rows: of the loader's dataset.
-        seeded: the loader has a seed, so that all that draws gets random numbers of (seed, epoch, index).
-        logged: there is a sample log, which needs each row.
-    """
-
-    def __init__(self, rows: View, *, seeded: bool, logged: bool) -> None:
-        self._rows = rows
-        self._seeded = seeded
-        self._logged = logged
-
-    def of(self, indices: list[Any], seed: int, epoch: int) -> Fingerprint:
-        """Return that of the samples in the rows of a batch, substitutes of bad ones included."""
-        of_rows = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
-        rows = (numbers_of(indices), of_rows) if self._logged else None
-        return Fingerprint(len(indices), sums_of(of_rows), rows)

@@ -25,11 +25,12 @@ from fastload.images.kernel import set_threads
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
-from fastload.workers.batch import BatchSource, BegunBatch, StreamOver, load_dataset, open_source
+from fastload.workers.batch import BatchSource, BegunBatch, open_source
 from fastload.workers.collate import collate_into
 from fastload.workers.memory_limit import WorkerMemory
 from fastload.workers.protocol import Channel, EpochStart, Exclude, Failure, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
+from fastload.workers.streams import StreamOver, load_dataset
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

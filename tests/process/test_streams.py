@@ -498,7 +498,7 @@ def test_states_of_what_was_handed_out_matter(monkeypatch: pytest.MonkeyPatch) -
 
 def test_looking_again_for_places_matters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        "fastload.workers.batch.StreamReader.start_epoch", lambda self, streamed: self.close()
+        "fastload.workers.streams.StreamReader.start_epoch", lambda self, streamed: self.close()
     )
     with pytest.raises(TypeError, match="not indexed yet"):
         test_numbered_after_the_first_epoch(RowShards, 1, True, tmp_path)

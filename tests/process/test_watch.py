@@ -14,7 +14,7 @@ from rich.console import Console
 import fastload
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.metrics.torch_private import stage
+from fastload.metrics.counters import stage
 from tests.loaderdata import Numbers, Stream
 from tests.patience import PATIENCE
 

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 import fastload
 from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli.app import app
-from fastload.errors import FastloadError, StoreError
+from fastload.errors import FastloadError, StoreError, printable
 from fastload.metrics.watch import Console
-from fastload.printable import printable
 
 # The title of the window, colours by ESC and by CSI, another direction, ends of lines, and an emoji's code.
 EVIL = "x\x1b]0;owned\x1b\\\x9b31m\u202e\u2066\u2028\x85\x7f\r\n[bold]:smile:x"

@@ -136,7 +136,7 @@ def test_transforms_and_pil_images_of_a_record_equal_those_of_its_jpeg() -> None
     data = pillow_jpeg(scene(161, 119), exif=oriented(6))
     record = record_of(data)
     np.testing.assert_array_equal(decode_image(record), decode_image(data))
-    for options in ({}, {"exif": True}, {"min_size": 40}):
+    for options in ({}, {"exif": True}):
         ours, theirs = decode_pil(record, **options), decode_pil(data, **options)
         assert (ours.size, ours.tobytes(), ours.info) == (theirs.size, theirs.tobytes(), theirs.info)
     for transform in (RandomResizedCrop(32, flip=0.5), CenterCrop(32, resize=40)):

@@ -300,8 +300,6 @@ def test_pil_images(path: str) -> None:
     image = decode_pil(PHOTO)
     assert image.mode == "RGB" and image.size == (161, 119)
     np.testing.assert_array_equal(np.asarray(image), decode_image(PHOTO))
-    sizes = [decode_pil(PHOTO, min_size=n).size for n in (120, 60, 59, 29, 14, 1)]
-    assert sizes == [(161, 119), (161, 119), (81, 60), (41, 30), (21, 15), (21, 15)]
 
 
 def test_resized_and_shrunk(path: str) -> None:
@@ -351,7 +349,6 @@ def test_a_cut_file_is_refused_by_every_crop_and_by_shrink(path: str, name: str)
         for call in (lambda d: shrink(d, 1000, 90), lambda d: decode_resized(d, 1000), decode_pil):
             with pytest.raises(DecodeError, match="end"):
                 call(cut)
-        assert shrink(cut, 1000, 90, strict=False) == cut
     for whole in (data, data + bytes(5000), data + data[:3000], data + b"\xff"):
         assert shrink(whole, 1000, 90) == whole
         np.testing.assert_array_equal(decode_image(whole), decode_image(data))

@@ -24,8 +24,7 @@ from fastload import (
     TableDataset,
     TarDataset,
 )
-from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
-from fastload.printable import PACKAGE
+from fastload.errors import PACKAGE, ArgumentError, DecodeError, FastloadError, NotFoundError
 from tests.kinds import photo, write_parquet, write_tar
 
 FIELDS = (File("image"), "label")

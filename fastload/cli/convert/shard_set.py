@@ -25,7 +25,7 @@ from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import Digest, Form, Sample
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.fetch.ranges import record_name
+from fastload.fetch.reads import record_name
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import index_name
