@@ -23,7 +23,6 @@ from fastload.loader.resume import filter_of
 from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_exclusions, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
 from fastload.order.position import Position
-from fastload.order.samplers import Samplers
 from fastload.order.state import WorkerState, reading_state
 from fastload.workers.processes import Arrival, Workers
 from fastload.workers.protocol import EpochStart
@@ -302,7 +301,7 @@ class LoaderIterator(TorchIterator):
         self._seed = base_seed if loader.seed is None else int(loader.seed)
         self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
         with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
-            context.history.begin(Samplers.of(loader), self._position)
+            context.history.begin(self._position)
         self._position.filter = filter_of(loader, self._position, self._seed)
         self._num_yielded = self._position.batches
 

@@ -132,19 +132,12 @@ class BudgetSampler(DistributedSampler):
         self._classes = None if pack else SizeClasses(self.sizes, self._buckets, self.budget, tolerance)
         self._made = _Made()
 
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
-        # A generator, so that an epoch begins when something is drawn, as in `DistributedSampler`.
-        self._start_epoch()
-        assert self._start is not None
-        epoch, start, replicas = self.epoch, self._start, self.num_replicas
-        self._start, self._begun = None, True
-        batches = self._batches(epoch)
+    def _draw(self, epoch: int, start: int) -> Iterator[list[int]]:
+        batches, replicas = self._batches(epoch), self.num_replicas
         for row in range(self._share(start)):
             first = start + row * replicas
             self._position = (epoch, first + replicas)
             yield batches.batch((first + self.rank) % len(batches))
-        if self._position[0] == epoch and self._start is None:
-            self._start_epoch()
 
     def __repr__(self) -> str:
         return (

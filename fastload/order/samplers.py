@@ -27,19 +27,17 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.metrics.torch_private import default_device
 from fastload.order.budget_sampler import BudgetSampler
-from fastload.order.mixture_sampler import MixedAt, MixtureSampler, mixed_at
-from fastload.order.sampler import DistributedSampler, ShardSampler
+from fastload.order.mixture_sampler import MixedAt, mixed_at
+from fastload.order.sampler import DistributedSampler
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
 
 
-# Samplers whose order is a function of a length, a seed and a position alone; and of the epoch's number.
-_BY_POSITION = (
-    *(BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler),
-    *(DistributedSampler, ShardSampler, MixtureSampler),
-)
+# Samplers of torch whose order is a function of a length, a seed and a position alone; and those of torch and
+# fastload that make it of the epoch's number.
+_BY_POSITION = (BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
 _BY_EPOCH = (
-    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__, BudgetSampler.__iter__),
+    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__),
     *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__),
 )
 
@@ -136,7 +134,8 @@ class Samplers:
         self.seeded = seed is not None and self._drawing_globally() is not None
         orders = [getattr(type(part), "__iter__", None) for part in parts]
         # The order is a function of the epoch's number, by code of torch's or fastload's.
-        self.known_by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])
+        by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])
+        self.known_by_epoch = by_epoch and getattr(self.last, "_by_epoch", True)
         self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
         dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
         self.replicas = getattr(dealing, "num_replicas", None)
@@ -192,7 +191,7 @@ class Samplers:
     def delivered(self, sampler: SamplerState) -> None:
         """Note the sampler's state after the prefix of the order that was delivered."""
         if self.tracks_state and self.dealer is not None:
-            self.dealer._note_delivered(sampler.state)
+            self.dealer._delivered = sampler.state
 
     def rewind(self) -> bool:
         """Let what was drawn and not delivered be drawn again, by a sampler that does so."""
@@ -201,15 +200,9 @@ class Samplers:
 
     def with_changes(self, sampler: SamplerState) -> SamplerState:
         """Return an earlier state, with what was decided since about the samples after it."""
-        return (
-            sampler
-            if self.dealer is None
-            else replace(sampler, state=self.dealer._with_changes(sampler.state))
-        )
-
-    def changes_since(self, sampler: SamplerState) -> list[tuple[int, list[int]]]:
-        """Return the changes of a mixture's weights since a state, as in `EpochOrder`."""
-        return [] if self.dealer is None else self.dealer._changes_since(sampler.state)
+        if self.dealer is None:
+            return sampler
+        return replace(sampler, state=self.dealer._with_changes(sampler.state))
 
     @property
     def epoch(self) -> int | None:

@@ -254,7 +254,7 @@ class History:
         """As a loader does: it says what it has handed out from the beginning on."""
         for sampler in self.samplers:
             sampler._start_epoch()
-            sampler._note_delivered(sampler.state_dict())
+            sampler._delivered = sampler.state_dict()
         self.iterators = [iter(sampler) for sampler in self.samplers]
         self.states = [self.samplers[0].state_dict()]
 
@@ -338,7 +338,7 @@ class History:
             return
         state, simulation = self.handed_out(), self.simulation
         for sampler in self.samplers:
-            sampler._note_delivered(state)
+            sampler._delivered = state
             sampler._rewind()
             sampler._start_epoch()
         later = [when for when in simulation.changes if when >= state["drawn"]]
