@@ -109,11 +109,6 @@ class LoaderPosition:
         self._one_seed: int | None = None
         self._coming: Coming | None = None  # what the next iteration draws, once a state has said so
 
-    def running(self, loader: Any) -> tuple[int, bool]:
-        """Return (the epoch that runs, True), or (the next one, False)."""
-        place = self.place(loader)
-        return place.epoch, place.sampler is not None
-
     def replay(self, epoch: int, base_seed: int) -> None:
         """Let the next iteration have the samples' randomness of that epoch."""
         self.epoch, self._one_seed = epoch, base_seed
@@ -387,11 +382,6 @@ def sources_of(dataset: Any) -> dict[str, int]:
     return view_of(dataset).lengths(len(dataset))
 
 
-def _number_of(dataset: Any, index: int) -> int:
-    """Return the number of a sample in a dataset, from 0; of a mixture without the pass."""
-    return view_of(dataset).position(index, len(dataset))
-
-
 def reading_of(
     loader: Any,
     seed: int,
@@ -412,7 +402,7 @@ def reading_of(
     return Reading(
         epoch,
         functools.partial(sources_of, dataset),
-        functools.partial(_number_of, dataset),
+        lambda index: view_of(dataset).position(index, len(dataset)),
         functools.partial(substitutes, dataset, seed, epoch),
         None if budgeted is None else functools.partial(_substitute_of_size, budgeted, seed, epoch),
         REPLACEMENTS if loader.on_error == "replace" else 0,

@@ -52,7 +52,7 @@ def block_order(blocks: Blocks, parts: int, seed: int) -> torch.Tensor:
     counts = torch.tensor(blocks.counts, dtype=torch.int64, device="cpu")
     firsts = (counts.cumsum(0) - counts).tolist()
     length = int(counts.sum())
-    spans = [(firsts[block], blocks.counts[block]) for block in _permutation(len(counts), generator).tolist()]
+    spans = [(firsts[block], blocks.counts[block]) for block in permutation(len(counts), generator).tolist()]
     order = torch.empty(length, dtype=torch.int64, device="cpu")
     for part in range(min(parts, length)):
         share = order[part::parts]
@@ -83,11 +83,11 @@ def _mixed(spans: list[tuple[int, int]], window: int, generator: torch.Generator
     for step in range(len(spans) + window - 1):
         if step < len(spans):
             first, count = spans[step]
-            opened.appendleft(first + _permutation(count, generator))
+            opened.appendleft(first + permutation(count, generator))
         else:
             opened.appendleft(steps[0])  # nothing is opened any more
         rows = torch.cat([_cut(block, part, window) for part, block in enumerate(opened)])
-        steps.append(rows[_permutation(len(rows), generator)])
+        steps.append(rows[permutation(len(rows), generator)])
     return torch.cat(steps)
 
 
@@ -95,5 +95,5 @@ def _cut(block: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     return block[len(block) * part // parts : len(block) * (part + 1) // parts]
 
 
-def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
+def permutation(length: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randperm(length, generator=generator, device="cpu")

@@ -190,15 +190,13 @@ class BudgetSampler(DistributedSampler):
 
     def _similar(self, index: int) -> Numbers:
         """Return the samples that may stand in the place of one, by ascending size: none is larger."""
-        order, sizes, starts = self._made.by_size or self._sort()
+        if self._made.by_size is None:
+            order = np.lexsort((self.sizes, self._buckets))
+            starts = np.searchsorted(self._buckets[order], np.arange(int(self._buckets.max()) + 2))
+            self._made.by_size = order, self.sizes[order], starts
+        order, sizes, starts = self._made.by_size
         first, stop = starts[self._buckets[index]], starts[self._buckets[index] + 1]
         return order[first : first + np.searchsorted(sizes[first:stop], self.sizes[index], "right")]
-
-    def _sort(self) -> _BySize:
-        order = np.lexsort((self.sizes, self._buckets))
-        starts = np.searchsorted(self._buckets[order], np.arange(int(self._buckets.max()) + 2))
-        self._made.by_size = _BySize(order, self.sizes[order], starts)
-        return self._made.by_size
 
     # --- what this is made of
 
@@ -228,20 +226,13 @@ class BudgetSampler(DistributedSampler):
         return made[epoch]
 
 
-class _BySize(NamedTuple):
-    """The samples by bucket, and by ascending size in each; their sizes; where each bucket begins."""
-
-    order: Numbers
-    sizes: Numbers
-    starts: Numbers
-
-
 class _Made:
     """Results that can be made again from the sizes. Copies of a sampler share them; no pickle has them."""
 
     def __init__(self) -> None:
         self.batches: dict[int, Batches] = {}
-        self.by_size: _BySize | None = None
+        # The samples by bucket, and by ascending size in each; their sizes; where each bucket begins.
+        self.by_size: tuple[Numbers, Numbers, Numbers] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -30,7 +30,7 @@ from fastload.checks import check_one_of
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
-from fastload.order.blocks import block_order, blocks_of
+from fastload.order.blocks import block_order, blocks_of, permutation
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -562,7 +562,7 @@ def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
 def _by_number(rank: int, replicas: int, nodes: int) -> RankPosition:
     if not 1 <= nodes <= replicas:
         raise ArgumentError(f"num_nodes must be from 1 to the {replicas} ranks, found {nodes}")
-    return RankPosition(*divmod(rank, max(1, replicas // nodes)), nodes)
+    return RankPosition(*divmod(rank, replicas // nodes), nodes)
 
 
 def _launched(rank: int, replicas: int) -> RankPosition | None:
@@ -588,7 +588,7 @@ def node_shares(length: int, nodes: int) -> torch.Tensor:
         within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
         first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
         shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
-    shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
+    shares[rows * nodes :] = rows * nodes + permutation(tail, generator)
     return shares
 
 
@@ -603,19 +603,15 @@ def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Ten
     """
     generator = torch.Generator().manual_seed(seed)
     if nodes == 1:
-        return _permutation(length, generator)
+        return permutation(length, generator)
     order = node_shares(length, nodes)
     for node in range(min(nodes, length)):
         share = order[node::nodes]
-        order[node::nodes] = share[_permutation(len(share), generator)]
+        order[node::nodes] = share[permutation(len(share), generator)]
     rows = length // nodes
-    moving = _permutation(rows, generator)[: round(exchange * rows)]
+    moving = permutation(rows, generator)[: round(exchange * rows)]
     if len(moving):
         table = order[: rows * nodes].view(rows, nodes)
         shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
         table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
     return order
-
-
-def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randperm(length, generator=generator, device="cpu")

@@ -300,11 +300,7 @@ class Samplers:
             again.generator.manual_seed(origin.seed)
         elif origin.torch is not None:
             write_generator(again.generator, origin.torch)
-        if sampler is self.index_sampler:
-            return again
-        batches = copy.copy(self.index_sampler)
-        batches.sampler = again
-        return batches
+        return _copied(self.index_sampler, {id(sampler): again})
 
     def _drawing_globally(self) -> Any:
         """Return a sampler of torch that draws from torch's own generator with its first index; else None."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fastload.errors import ArgumentError, FastloadError
+from fastload.order.exclusions import ExclusionsState
 from fastload.order.order import EpochOrder
 from fastload.order.samplers import Origin, SamplerState
 from fastload.order.schema import plain, read
@@ -165,7 +166,7 @@ class State:
     samples: Identity = field(default_factory=Identity)
     recipe: dict[str, Any] = field(default_factory=dict)
     history: list[EpochOrder] = field(default_factory=list)
-    exclusions: dict[str, Any] = field(default_factory=dict)
+    exclusions: ExclusionsState = field(default_factory=ExclusionsState)
     digest: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     epoch: int = 0

@@ -22,6 +22,7 @@ import numpy as np
 from fastload.distributed import find_rank
 from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
+from fastload.order.samplers import Samplers
 from fastload.order.schema import plain, read
 from fastload.order.state import DigestPart, DigestState
 from fastload.workers.protocol import LANES, Fingerprint
@@ -241,13 +242,9 @@ def _sum(text: str) -> int:
 
 def find_part(loader: Any) -> tuple[int, int]:
     """Return (rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers: Sequence[Any] = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    for sampler in samplers:
-        rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
-        if isinstance(rank, int) and isinstance(replicas, int):
-            return rank, replicas
-    return find_rank()
+    samplers = Samplers.of(loader)
+    told = isinstance(samplers.rank, int) and isinstance(samplers.replicas, int)
+    return (samplers.rank, samplers.replicas) if told else find_rank()
 
 
 def merged(groups: Iterable[Sequence[Digest]]) -> Digest:

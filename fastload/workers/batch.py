@@ -33,7 +33,7 @@ from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.collate import Collation, tell_mismatch
-from fastload.workers.protocol import EpochStart, Fingerprint, Fingerprints, WorkerSetup
+from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup, fingerprint_of
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
 
@@ -174,7 +174,7 @@ class BatchMaker(BatchSource):
         self._ahead = ReadAhead(
             rows if rows.reads_ahead else None, auto_collation=setup.auto_collation, threaded=threaded
         )
-        self._fingerprints = Fingerprints(rows, seeded=setup.seeded, logged=setup.logged)
+        self._fingerprint_of = partial(fingerprint_of, rows, seeded=setup.seeded, logged=setup.logged)
         # A trainer that makes its own batches runs other code too, which must not see what threads draw.
         shares = setup.num_workers == 0
         self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None
@@ -281,7 +281,7 @@ class BatchMaker(BatchSource):
             fill, copy = partial(self._fill, batch), partial(self._rows.copy_row, batch)
             errors = fill(list(enumerate(indices))) if begun is None else begun.errors.result()
             resolved = self._errors.resolve(indices, errors, fill, copy)
-        self.fingerprint = self._fingerprints.of(resolved, *self._epoch)
+        self.fingerprint = self._fingerprint_of(resolved, *self._epoch)
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if batch is None:

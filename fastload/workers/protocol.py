@@ -327,22 +327,16 @@ def sums_of(fingerprints: NDArray[np.uint64]) -> tuple[int, ...]:
     return tuple(lanes.sum(axis=1, dtype=np.uint64).tolist())
 
 
-class Fingerprints:
-    """Makes the fingerprint of each batch.
+def fingerprint_of(
+    view: View, indices: list[Any], seed: int, epoch: int, *, seeded: bool, logged: bool
+) -> Fingerprint:
+    """Return the fingerprint of a batch.
 
     Args:
-        rows: of the loader's dataset.
+        view: of the loader's dataset.
+        indices: of the samples in its rows, substitutes of bad ones included.
         seeded: the loader has a seed, so that all that draws gets random numbers of (seed, epoch, index).
         logged: there is a sample log, which needs each row.
     """
-
-    def __init__(self, rows: View, *, seeded: bool, logged: bool) -> None:
-        self._rows = rows
-        self._seeded = seeded
-        self._logged = logged
-
-    def of(self, indices: list[Any], seed: int, epoch: int) -> Fingerprint:
-        """Return that of the samples in the rows of a batch, substitutes of bad ones included."""
-        of_rows = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
-        rows = (numbers_of(indices), of_rows) if self._logged else None
-        return Fingerprint(len(indices), sums_of(of_rows), rows)
+    of_rows = view.fingerprints(indices, seed, epoch, seeded=seeded)
+    return Fingerprint(len(indices), sums_of(of_rows), (numbers_of(indices), of_rows) if logged else None)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ class ThisProcess(Workers):
         arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
         if arrival.failure is None:
             try:
-                with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
+                with GeneratorStates() if self._keeps_globals else contextlib.nullcontext():
                     batch = self._source.make_batch(work.index, encoded=work.encoded)
                 arrival.load = lambda: batch
                 arrival.fingerprint = self._source.fingerprint
@@ -159,13 +159,3 @@ def allocator(*, pinned: bool) -> Allocate:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
 
     return allocate
-
-
-@contextlib.contextmanager
-def _kept_globals() -> Iterator[None]:
-    """Put the process-wide generators back, whatever is drawn or seeded inside."""
-    states = GeneratorStates()
-    try:
-        yield
-    finally:
-        states.restore()
