@@ -61,9 +61,14 @@ class EpochOrder:
     def begun(
         cls, samplers: Samplers, epoch: int, step: int, sampler: SamplerState, **others: Any
     ) -> EpochOrder:
-        """Return the order of an epoch that these samplers read from a step on."""
-        dealt, dealer = None, samplers.dealer
-        if dealer is not None and (dealt := dealer._deal(sampler.state)) is not None:
+        """Return the order of an epoch that these samplers read from a step on.
+
+        Args:
+            sampler: where it stands. Without a state, a sampler that deals begins the epoch.
+        """
+        dealer = samplers.dealer
+        dealt = None if dealer is None else dealer._deal(sampler.state)
+        if dealer is not None and dealt is not None and sampler.state is not None:
             sampler = replace(sampler, epoch=dealer._epoch_in(sampler.state), state=None)
         size, replicas = samplers.batch_size, samplers.replicas
         return cls(epoch, step, size, replicas, samplers.per_step(), sampler, dealt, **others)

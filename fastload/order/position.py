@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 from fastload.errors import ArgumentError
 from fastload.order.exclusions import Edited, Filter
 from fastload.order.order import EpochOrder
-from fastload.order.sampler import DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
 
@@ -326,19 +325,14 @@ class History:
             )
         orders = self.state()
         last = orders[-1] if orders else None
-        order = EpochOrder(
+        return EpochOrder.begun(
+            samplers,
             epoch,
             0,
-            samplers.batch_size,
-            samplers.replicas,
-            samplers.per_step(),
             SamplerState(self._coming_number(samplers, epoch, coming, last), None, over=False),
             base_seed=last.base_seed if last is not None and persistent else None,
             origin=samplers.origin(epoch) if samplers.seeded else None,
         )
-        last_sampler = samplers.last
-        dealt = last_sampler._deal() if isinstance(last_sampler, DistributedSampler) else None
-        return replace(order, dealt=dealt)
 
     def _coming_number(
         self, samplers: Samplers, epoch: int, coming: int, last: EpochOrder | None

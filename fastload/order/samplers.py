@@ -98,7 +98,6 @@ class Samplers:
             from its sampler than it gives out. One of the user's own may, so there the state is used as it
             was when the epoch began, and the batches are passed over.
         dealer: `stateful`, if it is fastload's and deals to ranks.
-        counts_batches: its positions, and those of skipped steps, are batches in place of samples.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
@@ -126,7 +125,6 @@ class Samplers:
         self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
         self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
-        self.counts_batches = isinstance(index_sampler, BudgetSampler)
         self.user_defined = not self.tracks_state and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
         )
@@ -223,8 +221,8 @@ class Samplers:
             self.stateful.load_state_dict(copy.deepcopy(saved.state))
 
     def per_step(self, replicas: int | None = None) -> int:
-        """Return the samples of a step over all ranks, see `Segment`; batches where those are counted."""
-        size = 1 if self.single or self.counts_batches else self.batch_size
+        """Return the samples of a step over all ranks, see `Segment`; of a `BudgetSampler` the batches."""
+        size = 1 if self.single or isinstance(self.index_sampler, BudgetSampler) else self.batch_size
         return size * (replicas or self.replicas or 1) if isinstance(size, int) else 1
 
     def is_cut_off(self, index: Any) -> bool:
