@@ -26,6 +26,7 @@ from fastload.distributed.agreement import Ranks
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
 from fastload.order.mixing import ONE, Mixing, Proportions, in_units
+from fastload.order.permutations import small_permutation
 from fastload.order.sampler import DistributedSampler
 
 _VERSION = 1
@@ -302,6 +303,4 @@ def mixed_at(state: Any) -> MixedAt | None:
 def _permutation(length: int, seed: int, name: str, lap: int) -> np.ndarray[Any, Any]:
     """Return the order of a pass over a source. By its name, so that it does not depend on other sources."""
     number = hashlib.blake2b(repr((seed, name, lap)).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
-    dtype = torch.int32 if length < 1 << 31 else torch.int64
-    return torch.randperm(length, generator=generator, dtype=dtype, device="cpu").numpy()
+    return small_permutation(length, torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1))

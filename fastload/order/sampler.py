@@ -30,7 +30,7 @@ from fastload.checks import check_one_of
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
-from fastload.order.blocks import block_order, blocks_of, permutation
+from fastload.order.permutations import block_order, blocks_of, node_order, node_shares
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -570,48 +570,3 @@ def _launched(rank: int, replicas: int) -> RankPosition | None:
         if said.node is not None and said.local is not None and said.nodes is not None:
             return RankPosition(said.node, said.local, said.nodes)
     return None
-
-
-def node_shares(length: int, nodes: int) -> torch.Tensor:
-    """Return the samples (int64, shape (length,)); those at positions k, k + nodes, ... are node k's.
-
-    Each `nodes` neighbours of the listing go to different nodes, in random order. So every node gets its part
-    of each class in a sorted listing, and of both kinds in one that alternates (left image, right image).
-    """
-    if nodes == 1:
-        return torch.arange(length, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    rows, tail = divmod(length, nodes)
-    # All with dtype and device: the defaults are the training script's, and may differ between runs.
-    shares = torch.arange(length, device="cpu")
-    if rows:  # `nodes` may come from a hostile state: even an empty array of so many columns takes memory
-        within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
-        first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
-        shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
-    shares[rows * nodes :] = rows * nodes + permutation(tail, generator)
-    return shares
-
-
-def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Tensor:
-    """Return the order of an epoch: position p is read by node p mod `nodes`.
-
-    For one node this is `torch.randperm` with that seed.
-
-    Args:
-        exchange: the fraction of each node's samples that another node reads in this epoch. Each of them is
-            swapped along a random ring, so every node gives and gets equally many.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if nodes == 1:
-        return permutation(length, generator)
-    order = node_shares(length, nodes)
-    for node in range(min(nodes, length)):
-        share = order[node::nodes]
-        order[node::nodes] = share[permutation(len(share), generator)]
-    rows = length // nodes
-    moving = permutation(rows, generator)[: round(exchange * rows)]
-    if len(moving):
-        table = order[: rows * nodes].view(rows, nodes)
-        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
-        table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
-    return order

@@ -217,11 +217,6 @@ def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator
         raise ArgumentError(f"{path} is damaged, or a newer fastload wrote it ({said}): {advice}") from error
 
 
-def is_state(value: Any) -> bool:
-    """Return whether this is what `state_dict()` of a loader returned."""
-    return isinstance(value, Mapping) and value.keys() >= _ENTRIES
-
-
 def plain_state(state: State) -> dict[str, Any]:
     """Return a state as `parse_state` reads it."""
     entries: dict[str, Any] = plain(state, whole=True)
@@ -310,7 +305,7 @@ def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _find(content: Any, way: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """`seen`: the containers so far; a file of torch.save may have one in itself."""
-    if is_state(content):
+    if isinstance(content, Mapping) and content.keys() >= _ENTRIES:
         yield ".".join(way), content
         return
     if not isinstance(content, Mapping | list | tuple) or id(content) in seen:

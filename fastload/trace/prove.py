@@ -187,8 +187,9 @@ def _compare_states(a: Side, b: Side) -> Proof:
         if ends_a[epoch] != ends_b[epoch]:
             return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
         begun, passed = epoch, ends_a[epoch].steps
-    for side in uneven:
-        raise ArgumentError(f"{side.name} has states of different steps: give those that were saved together")
+    if uneven:
+        name = uneven[0].name
+        raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
     return _compare_last(a, b, digest_a, digest_b, begun, passed)
 
 

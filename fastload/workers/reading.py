@@ -221,7 +221,8 @@ class SampleReader:
         if self._bulk and self._seeds is None:
             try:
                 with self._counters.timed("decode"):
-                    samples = self._many(index, tasks)
+                    many = partial(self._dataset.__getitems__, index)
+                    samples = many() if self._threads is None or not tasks else self._threads.result(tasks[0])
                 self._counters.add("decode.samples", len(indices))
                 return samples, indices
             except Exception as error:
@@ -252,11 +253,6 @@ class SampleReader:
     def _counted(self) -> float:
         """Return samples that the datasets count themselves."""
         return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
-
-    def _many(self, index: Any, tasks: list[Task]) -> Any:
-        if tasks and self._threads is not None:
-            return self._threads.result(tasks[0])
-        return self._dataset.__getitems__(index)
 
     # --- each fills some rows
 

@@ -117,8 +117,9 @@ class ThisProcess(Workers):
     def _make(self, work: Work) -> Arrival:
         arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
         if arrival.failure is None:
+            states = GeneratorStates() if self._keeps_globals else None
             try:
-                with GeneratorStates() if self._keeps_globals else contextlib.nullcontext():
+                with states or contextlib.nullcontext():
                     batch = self._source.make_batch(work.index, encoded=work.encoded)
                 arrival.load = lambda: batch
                 arrival.fingerprint = self._source.fingerprint
