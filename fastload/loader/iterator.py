@@ -230,17 +230,9 @@ class LoaderIterator(TorchIterator):
             self._engine.report(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
         self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
-        self._count_exclusions(substitutes)
-
-    def _count_exclusions(self, substitutes: int) -> None:
-        steps, self._position.steps_skipped = self._position.steps_skipped, 0
-        if substitutes:
-            self._context.counters.add("left_out.samples", substitutes)
-        if steps:
-            self._context.counters.add("left_out.steps", steps)
 
     def _make_again(self, arrival: Arrival) -> None:
         """Discard what was made under older exclusions, and make it again unless it is skipped now.
@@ -339,7 +331,6 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         self._position.finish()
-        self._count_exclusions(0)
         self._context.meter.stop()
         self._context.flush_log()
         if self._context.autoscaler is not None:

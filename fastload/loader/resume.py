@@ -182,8 +182,16 @@ class LoaderPosition:
             states = [worker.state for worker in previous.workers] if previous is not None else []
             states += [None] * (max(1, loader.num_workers) - len(states))
             workers = [WorkerState(0, False, True, state) for state in states]
-        iterable = _is_iterable(loader)
-        position = Position(samplers, self.epoch, iterable, workers, streams, start.origin, start.resumed)
+        position = Position(
+            samplers,
+            self.epoch,
+            _is_iterable(loader),
+            workers,
+            loader._context.counters,
+            streams,
+            start.origin,
+            start.resumed,
+        )
         self.epoch += 1
         self._position = position
         return position
@@ -313,6 +321,7 @@ def _description(loader: Any, samplers: Samplers) -> State:
         seed=loader.seed,
         sampler=samplers.state(),
         generators=samplers.generators(),
+        digest=loader._context.digest.state(),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import ArgumentError
+from fastload.metrics.counters import Counters
 from fastload.order.exclusions import Edited, Filter
 from fastload.order.order import EpochOrder
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
@@ -54,6 +55,7 @@ class Position:
         epoch: the loader's count of iterations, this one excluded.
         iterable: the dataset is.
         workers: one entry per worker, or one for this process.
+        counters: count what is left out of the prefix.
         streams: of an epoch that is read as streams, else None.
         origin: what the order is made from, where a state has settled that before its first index is drawn.
         resumed: the state of the middle of this epoch, where that goes on.
@@ -66,7 +68,6 @@ class Position:
         sampler: its state after the prefix.
         check: a sum over the indices of the prefix, of a checked order.
         drawn: of a checked order: batches, and the sum over them.
-        steps_skipped: of those that were skipped, in the prefix.
         filter: what is left out; None where samples have no index.
     """
 
@@ -76,6 +77,7 @@ class Position:
         epoch: int,
         iterable: bool,
         workers: list[WorkerState],
+        counters: Counters,
         streams: Streams | None = None,
         origin: Origin | None = None,
         resumed: State | None = None,
@@ -84,13 +86,13 @@ class Position:
         self.unordered = iterable or streams is not None  # no sampler says what is read
         self.streams = streams
         self.workers = workers
+        self._counters = counters
         self.next_worker = 0
         self.finished = False
         self.batches = 0
         self.ahead: list[int] = []
         self.sampler = samplers.state()
         self.check: int | None = 0
-        self.steps_skipped = 0
         self.filter: Filter | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
         made_from: dict[str, Any] = {"generators": samplers.generators() if samplers.user_defined else None}
@@ -193,13 +195,10 @@ class Position:
         if worker.fresh and state is not None:
             worker.fresh, worker.state = False, state
 
-    def delivered(self, ticket: int, worker_id: int, state: Any) -> tuple[int, int]:
-        """Note that a batch reached the user, or the exception that it raised did.
+    def delivered(self, ticket: int, worker_id: int, state: Any) -> int:
+        """Note that a batch reached the user, or the exception that it raised did. Return its step.
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
-
-        Returns:
-            (its step of the epoch, how many substitutes for excluded samples it has).
         """
         if self.streams is not None:
             self.streams.delivered(worker_id, state)
@@ -208,11 +207,13 @@ class Position:
             worker.batches, worker.fresh, worker.state = worker.batches + 1, False, state
         if self.unordered:
             self.batches += 1
-            return self.batches - 1, 0
+            return self.batches - 1
         given = self._due.pop(ticket)
         self.ahead.append(given.step)
+        if given.edited.replaced:
+            self._counters.add("left_out.samples", len(given.edited.replaced))
         self._advance()
-        return given.step, len(given.edited.replaced)
+        return given.step
 
     def _advance(self, *, ended: bool = False) -> None:
         """Move the prefix on over what was delivered, and over skipped batches before that.
@@ -227,7 +228,7 @@ class Position:
                 break
             if first in self._skipped:
                 self._skipped.remove(first)
-                self.steps_skipped += 1
+                self._counters.add("left_out.steps")
             else:
                 ahead.remove(first)
             if noted:

@@ -163,11 +163,11 @@ class State:
     seed: int | None
     sampler: SamplerState
     generators: dict[str, str]
+    digest: DigestState
     samples: Identity = field(default_factory=Identity)
     recipe: dict[str, Any] = field(default_factory=dict)
     history: list[EpochOrder] = field(default_factory=list)
     exclusions: ExclusionsState = field(default_factory=ExclusionsState)
-    digest: dict[str, Any] = field(default_factory=dict)
     begun: bool = False
     epoch: int = 0
     batches: int = 0
