@@ -16,7 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -183,7 +183,7 @@ class MixtureSampler(DistributedSampler):
         self._changes = [change for change in self._changes if change[0] < at]
         self._changes.append((at, units))
 
-    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> MixtureSampler:
+    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> Self:
         """Return a copy that stands at a state. Iterating over it does not make it the mixture's reader.
 
         Raises:
@@ -197,7 +197,6 @@ class MixtureSampler(DistributedSampler):
         if not (constant or state["consumed"] or state["were_set"]) and self._mixture.given() is not None:
             raise ArgumentError("the mixture had weights by a function of the epoch then, and has others now")
         again = self._at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
-        assert isinstance(again, MixtureSampler)
         again._were_set = constant or bool(state["were_set"])  # so the weights are those of the state
         again._changes, again._mixing = self._changes_in(state), self._resumed(state)
         again._mixture, again._delivered, again._passes = copy.copy(self._mixture), None, {}

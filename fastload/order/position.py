@@ -287,21 +287,15 @@ class History:
 
     def begin(self, position: Position) -> None:
         """Note that an epoch begins, or goes on after a resume."""
-        self._settle()
-        known = self._of(position.epoch) if position.batches else []
+        known = self.find(position.epoch)
         self._orders = [order for order in self._orders if order.epoch < position.epoch]
-        self._orders += continued(known, position.order)
+        self._orders += continued(known if position.batches else [], position.order)
         self._running = position
 
-    def find(self, epoch: int) -> list[EpochOrder]:
-        """Return the orders of an epoch that has begun; [] where nothing is known."""
+    def find(self, epoch: int | None = None) -> list[EpochOrder]:
+        """Return the orders of an epoch that has begun, [] where nothing is known; None: all orders."""
         self._settle()
-        return self._of(epoch)
-
-    def state(self) -> list[EpochOrder]:
-        """Return all orders."""
-        self._settle()
-        return list(self._orders)
+        return [order for order in self._orders if epoch in (None, order.epoch)]
 
     def load(self, orders: list[EpochOrder]) -> None:
         """Take up the history in a loader's state."""
@@ -324,8 +318,7 @@ class History:
                 "that has begun; or give the DataLoader a seed=, or use fastload.DistributedSampler, where "
                 "the order of an epoch is known by its number"
             )
-        orders = self.state()
-        last = orders[-1] if orders else None
+        last = next(reversed(self.find()), None)
         return EpochOrder.begun(
             samplers,
             epoch,
@@ -349,9 +342,6 @@ class History:
         if before is None or (epoch == coming and number != before):
             return number + (0 if repeats else epoch - coming)
         return before + (0 if repeats else epoch - last.epoch)
-
-    def _of(self, epoch: int) -> list[EpochOrder]:
-        return [order for order in self._orders if order.epoch == epoch]
 
     def _settle(self) -> None:
         """Note what the running epoch's order was made from, once its first index is drawn."""

@@ -21,7 +21,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.utils.data
@@ -314,14 +314,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def _epoch_in(self, state: Mapping[str, Any]) -> int:
         return int(state["epoch"])
 
-    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> DistributedSampler:
+    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> Self:
         """Return a copy that stands at a state, whatever was decided since."""
         dealt = (state["nodes"], state["exchange"])
         return self._at(state["epoch"], state["consumed"], rank=rank, replicas=replicas, dealt=dealt)
 
     def _at(
         self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
-    ) -> DistributedSampler:
+    ) -> Self:
         """Return a copy that stands elsewhere: the samples of a rank there, and of any number of ranks.
 
         Args:

@@ -491,8 +491,8 @@ class SlotMap:
 
     def take_returned(self) -> tuple[list[int], list[int]]:
         """Return (slots that the worker may use again, slots that it must not), since the last call."""
-        released = _emptied(self._leases.released)
-        given_up = _emptied(self._leases.given_up)
+        queues = (self._leases.released, self._leases.given_up)  # finalizers append to them at any moment
+        released, given_up = ([ids.popleft() for _ in range(len(ids))] for ids in queues)
         for slot_id in given_up:
             self._memory.pop(slot_id, None)
         return released, given_up
@@ -516,10 +516,3 @@ class SlotMap:
         self._leases.begin(slot_id)
         weakref.finalize(lease, self._leases.end, slot_id).atexit = False
         return lease
-
-
-def _emptied(ids: deque[int]) -> list[int]:
-    found = []
-    while ids:
-        found.append(ids.popleft())
-    return found
