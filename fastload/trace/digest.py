@@ -237,8 +237,8 @@ def _sum(text: str) -> int:
 def find_part(loader: Any) -> tuple[int, int]:
     """Return (rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
     samplers = Samplers.of(loader)
-    told = isinstance(samplers.rank, int) and isinstance(samplers.replicas, int)
-    return (samplers.rank, samplers.replicas) if told else find_rank()
+    rank, replicas = samplers.rank, samplers.replicas
+    return (rank, replicas) if isinstance(rank, int) and isinstance(replicas, int) else find_rank()
 
 
 def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
