@@ -70,13 +70,13 @@ def cpu_per_sample(checkout: Path, case: str, photos: Path, scratch: Path, log: 
 
 def alone(dataset: Any, size: int, *, logged: bool) -> float:
     """Microseconds a sample: the fingerprint of a batch, pickled and unpickled, and added to the digest."""
-    rows, digest = view_of(dataset), Digest()
+    view, digest = view_of(dataset), Digest()
     indices = [random.Random(0).randrange(len(dataset)) for _ in range(size)]
     times = []
     for _ in range(9):
         begin = time.process_time()
         for step in range(300):
-            made = fingerprint_of(rows, indices, 1, 0, seeded=False, logged=logged)
+            made = fingerprint_of(view, indices, 1, 0, seeded=False, logged=logged)
             digest.add(0, step, pickle.loads(pickle.dumps(made)))
         times.append((time.process_time() - begin) / 300 / size * 1e6)
     return statistics.median(times)

@@ -39,8 +39,9 @@ from fastload.loader.resume import LoaderPosition
 from fastload.metrics.counters import BadSamples, Counters, Meter, stage
 from fastload.metrics.torch_private import shard_data_pipe
 from fastload.order.exclusions import Exclusions
+from fastload.order.permutations import node_shares
 from fastload.order.position import History
-from fastload.order.sampler import DistributedSampler, indexed_length, node_shares
+from fastload.order.sampler import DistributedSampler, indexed_length
 from fastload.order.samplers import is_stateful
 from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part

@@ -284,7 +284,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         context = self._context
         context.flush_log()
         state = context.position.state(self)
-        state.history, state.exclusions = context.history.state(), context.exclusions.state()
+        state.history, state.exclusions = context.history.find(), context.exclusions.state()
         state.digest = context.digest.state()
         return plain_state(state)
 

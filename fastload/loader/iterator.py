@@ -24,7 +24,6 @@ from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_ex
 from fastload.metrics.counters import stage
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.order.position import Position
-from fastload.order.samplers import Samplers
 from fastload.order.state import WorkerState, reading_state
 from fastload.workers.protocol import EpochStart
 from fastload.workers.workers import Arrival, Workers
@@ -232,17 +231,9 @@ class LoaderIterator(TorchIterator):
             self._engine.report(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        step, substitutes = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
         self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
-        self._count_exclusions(substitutes)
-
-    def _count_exclusions(self, substitutes: int) -> None:
-        steps, self._position.steps_skipped = self._position.steps_skipped, 0
-        if substitutes:
-            self._context.counters.add("left_out.samples", substitutes)
-        if steps:
-            self._context.counters.add("left_out.steps", steps)
 
     def _make_again(self, arrival: Arrival) -> None:
         """Discard what was made under older exclusions, and make it again unless it is skipped now.
@@ -303,7 +294,7 @@ class LoaderIterator(TorchIterator):
         self._seed = base_seed if loader.seed is None else int(loader.seed)
         self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
         with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
-            context.history.begin(Samplers.of(loader), self._position)
+            context.history.begin(self._position)
         self._position.filter = filter_of(loader, self._position, self._seed)
         self._num_yielded = self._position.batches
 
@@ -341,7 +332,6 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         self._position.finish()
-        self._count_exclusions(0)
         self._context.meter.stop()
         self._context.flush_log()
         if self._context.autoscaler is not None:

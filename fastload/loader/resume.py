@@ -109,11 +109,6 @@ class LoaderPosition:
         self._one_seed: int | None = None
         self._coming: Coming | None = None  # what the next iteration draws, once a state has said so
 
-    def running(self, loader: Any) -> tuple[int, bool]:
-        """Return (the epoch that runs, True), or (the next one, False)."""
-        place = self.place(loader)
-        return place.epoch, place.sampler is not None
-
     def replay(self, epoch: int, base_seed: int) -> None:
         """Let the next iteration have the samples' randomness of that epoch."""
         self.epoch, self._one_seed = epoch, base_seed
@@ -153,13 +148,12 @@ class LoaderPosition:
             else:
                 self._coming = saved.coming
                 samplers.write_generators(saved.generators)
-        seeds = [self._one_seed, None if self._coming is None else self._coming.base_seed]
-        if resumed is not None:
-            seeds.insert(0, resumed.base_seed)
+        coming = self._coming if resumed is None else resumed.coming
+        seeds = [None if resumed is None else resumed.base_seed, self._one_seed]
+        seeds += [None if coming is None else coming.base_seed]
         base_seed = next((seed for seed in seeds if seed is not None), None)
         drawn = resumed is not None or self._one_seed is not None
-        origin = None if self._coming is None else self._coming.origin
-        return IterationStart(resumed, workers, base_seed, drawn, origin)
+        return IterationStart(resumed, workers, base_seed, drawn, None if coming is None else coming.origin)
 
     def _workers_of(self, loader: Any, saved: State) -> list[WorkerState] | None:
         """Return where each worker takes up the dataset; without workers, that is done."""
@@ -188,9 +182,16 @@ class LoaderPosition:
             states = [worker.state for worker in previous.workers] if previous is not None else []
             states += [None] * (max(1, loader.num_workers) - len(states))
             workers = [WorkerState(0, False, True, state) for state in states]
-        position = Position(samplers, self.epoch, _is_iterable(loader), workers, streams, start.origin)
-        if start.resumed is not None:
-            position.resume(start.resumed)
+        position = Position(
+            samplers,
+            self.epoch,
+            _is_iterable(loader),
+            workers,
+            loader._context.counters,
+            streams,
+            start.origin,
+            start.resumed,
+        )
         self.epoch += 1
         self._position = position
         return position
@@ -198,7 +199,7 @@ class LoaderPosition:
     def started(self, position: Position, base_seed: int, made: Iterator[Any]) -> Iterator[Any]:
         """Return the index batches, where torch has drawn the base seed and made the sampler's iterator."""
         self._coming = None
-        return position.begin(base_seed, made, resumed=self.start.resumed is not None)
+        return position.begin(base_seed, made)
 
     # --- where the loader is
 
@@ -320,6 +321,7 @@ def _description(loader: Any, samplers: Samplers) -> State:
         seed=loader.seed,
         sampler=samplers.state(),
         generators=samplers.generators(),
+        digest=loader._context.digest.state(),
     )
 
 
@@ -340,7 +342,7 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
     for name in names:
         before, now = getattr(saved, name), getattr(own, name)
         not_indexed = isinstance(loader.sampler, ShardSampler) and None in (before, now)
-        free = not_indexed or not (samplers.dealer is None or samplers.dealer._checks_length)
+        free = not_indexed or not (samplers.dealer is None or samplers.dealer._by_epoch)
         if before != now and not (name == "length" and free):
             since = changes_since(loader, saved) if name == "length" else ""
             raise ArgumentError(
@@ -389,11 +391,6 @@ def sources_of(dataset: Any) -> dict[str, int]:
     return view_of(dataset).lengths(len(dataset))
 
 
-def _number_of(dataset: Any, index: int) -> int:
-    """Return the number of a sample in a dataset, from 0; of a mixture without the pass."""
-    return view_of(dataset).position(index, len(dataset))
-
-
 def reading_of(
     loader: Any,
     seed: int,
@@ -414,7 +411,7 @@ def reading_of(
     return Reading(
         epoch,
         functools.partial(sources_of, dataset),
-        functools.partial(_number_of, dataset),
+        lambda index: view_of(dataset).position(index, len(dataset)),
         functools.partial(substitutes, dataset, seed, epoch),
         None if budgeted is None else functools.partial(_substitute_of_size, budgeted, seed, epoch),
         REPLACEMENTS if loader.on_error == "replace" else 0,
@@ -455,7 +452,7 @@ def orders_at(loader: Any, place: Place) -> list[EpochOrder]:
     orders: list[EpochOrder] = loader._context.history.find(place.epoch)
     if place.order is None:
         return orders
-    return continued(orders, place.order, Samplers.of(loader))  # others may go on than those so far
+    return continued(orders, place.order)  # others may go on than those so far
 
 
 def filter_of(loader: Any, position: Position, seed: int) -> Filter | None:

@@ -121,13 +121,10 @@ def _index_at(
     loader: Any, samplers: Samplers, order: EpochOrder, step: int, rank: int | None, world_size: int | None
 ) -> Any:
     """Return the index batch of a step; a bare index where the loader has batch_size=None."""
-    states = GeneratorStates()
-    try:
+    with GeneratorStates() as states:
         with samplers.drawing():
             index = order.batch_at(samplers, loader.dataset, step, rank, world_size)
         drew = states.changed()
-    finally:
-        states.restore()
     if drew:
         raise ArgumentError(
             f"{samplers.names} draws from the process-wide generators, so its order cannot be recreated: "
@@ -144,22 +141,8 @@ def _order_of_streams(read: str) -> str:
     )
 
 
-def samples_at(loader: Any, step: Step) -> list[SampleAt]:
-    """Return the rows of a step. Its samples are read and made in this process, one after the other."""
-    if step.index is None:
-        return []
-    indices = list(step.index) if loader.batch_sampler is not None else [step.index]
-    states = GeneratorStates()
-    try:
-        with _as_in(loader, step):
-            rows = [_sample_at(loader, step, index) for index in indices]
-    finally:
-        states.restore()
-    return [sample._replace(row=row, replaces=step.replaces.get(row)) for row, sample in enumerate(rows)]
-
-
-def _sample_at(loader: Any, step: Step, index: Any) -> SampleAt:
-    """Return the sample as it is made in that epoch; its row is left open."""
+def _sample_at(loader: Any, step: Step, row: int, index: Any) -> SampleAt:
+    """Return the sample as it is made in that epoch."""
     rows, seed, epoch = view_of(loader.dataset), step.seed or 0, step.epoch
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
@@ -176,7 +159,7 @@ def _sample_at(loader: Any, step: Step, index: Any) -> SampleAt:
     # Without a seed, what is drawn from the process-wide generators is not what the training had.
     known = [box for box, own in boxes if loader.seed is not None or (own and rows.writes())]
     crop, flip = (known[0].box, known[0].flip) if known and step.seed is not None else (None, None)
-    return SampleAt(0, index, key, _label(sample), crop, flip, None, error)
+    return SampleAt(row, index, key, _label(sample), crop, flip, step.replaces.get(row), error)
 
 
 def _label(sample: Any) -> int | None:
@@ -190,45 +173,19 @@ def _label(sample: Any) -> int | None:
     return int(label) if isinstance(label, numbers.Integral) else None
 
 
-def batch_at(loader: Any, step: Step) -> Any:
-    """Return the batch of a step, made in this process by a loader of one batch.
-
-    Raises:
-        ArgumentError: the step is skipped, or random numbers of its samples are not known.
-    """
-    if step.index is None:
-        raise ArgumentError("that step is skipped: it has no batch")
-    if step.seed is None:
-        raise ArgumentError(
-            f"epoch {step.epoch} has not begun, and its randomness is drawn then: give the DataLoader a seed="
-        )
-    again = loader._loader_of_one(step.index)
-    again._context.position.replay(step.epoch, step.seed)
-    again._context.exclusions = Exclusions(step.excluded)
-    states = GeneratorStates()
-    try:
-        with _as_in(loader, step):
-            (batch,) = again
-        drew = loader.seed is None and states.changed()
-    finally:
-        states.restore()
-    if drew:
-        raise ArgumentError(
-            "the samples, collate_fn or batch_transform draw random numbers that depend on what was drawn "
-            "before: give the DataLoader a seed=, and draw none in batch_transform"
-        )
-    return batch
-
-
 @contextlib.contextmanager
-def _as_in(loader: Any, step: Step) -> Iterator[None]:
-    """Put the datasets into that epoch; what is read inside does not count as read ahead."""
+def _as_in(loader: Any, step: Step) -> Iterator[GeneratorStates]:
+    """Put the datasets into that epoch, and afterwards the process-wide generators back.
+
+    What is read inside does not count as read ahead.
+    """
     datasets = fastload_datasets(loader.dataset)
-    running, _ = loader._context.position.running(loader)
+    running = loader._context.position.place(loader).epoch
     token = current_reader.set(object())
-    start_epoch(datasets, step.epoch)
     try:
-        yield
+        with GeneratorStates() as states:
+            start_epoch(datasets, step.epoch)
+            yield states
     finally:
         start_epoch(datasets, running)
         current_reader.reset(token)
@@ -294,7 +251,13 @@ class Inspection:
             ArgumentError: there is no such step or rank; or what was asked for cannot be known, as of an
                 iterable dataset, or of shards that were read as streams, or will be.
         """
-        return samples_at(self, find_step(self, step, epoch, rank, world_size))
+        chosen = find_step(self, step, epoch, rank, world_size)
+        if chosen.index is None:
+            return []
+        loader: Any = self
+        indices = list(chosen.index) if loader.batch_sampler is not None else [chosen.index]
+        with _as_in(self, chosen):
+            return [_sample_at(self, chosen, row, index) for row, index in enumerate(indices)]
 
     def batch_at(
         self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
@@ -315,7 +278,27 @@ class Inspection:
         Raises:
             ArgumentError: as `samples_at`; or the samples draw random numbers, and the loader has no `seed`.
         """
-        return batch_at(self, find_step(self, step, epoch, rank, world_size))
+        loader: Any = self
+        chosen = find_step(self, step, epoch, rank, world_size)
+        if chosen.index is None:
+            raise ArgumentError("that step is skipped: it has no batch")
+        if chosen.seed is None:
+            raise ArgumentError(
+                f"epoch {chosen.epoch} has not begun, and its randomness is drawn then: give the DataLoader "
+                "a seed="
+            )
+        again = loader._loader_of_one(chosen.index)
+        again._context.position.replay(chosen.epoch, chosen.seed)
+        again._context.exclusions = Exclusions(chosen.excluded)
+        with _as_in(self, chosen) as states:
+            (batch,) = again
+            drew = loader.seed is None and states.changed()
+        if drew:
+            raise ArgumentError(
+                "the samples, collate_fn or batch_transform draw random numbers that depend on what was "
+                "drawn before: give the DataLoader a seed=, and draw none in batch_transform"
+            )
+        return batch
 
     def digest(self) -> bytes:
         """Return 32 bytes over all samples that this rank got since its run began, over resumes.

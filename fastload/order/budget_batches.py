@@ -12,13 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError
+from fastload.order.permutations import small_permutation
 
 Numbers = NDArray[Any]
 
@@ -198,7 +199,7 @@ def _classes_of(ascending: Numbers, budget: float, tolerance: float) -> Iterator
 def padded_batches(classes: SizeClasses, seed: int | None, *, drop_last: bool, together: int) -> Batches:
     """Return the batches of an epoch. `seed`: of the order; None: samples in the order of their indices."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    order = _permutation(len(classes.labels), generator)
+    order = small_permutation(len(classes.labels), generator)
     samples = order[np.argsort(classes.labels[order], kind="stable")]
     full, rest = np.divmod(classes.counts, classes.capacities)
     per_class = full + ((rest > 0) & (not drop_last))
@@ -224,7 +225,7 @@ def _arranged(
     """
     firsts = samples[bounds[:-1]]
     if together == 1:
-        return np.argsort(firsts) if generator is None else _permutation(len(firsts), generator)
+        return np.argsort(firsts) if generator is None else small_permutation(len(firsts), generator)
     place = np.arange(len(firsts)) - np.repeat(np.cumsum(per_class) - per_class, per_class)
     whole = place < np.repeat(per_class // together * together, per_class)
     # What is left of the classes: neighbours in this list have the most similar sizes.
@@ -234,7 +235,7 @@ def _arranged(
     if generator is None:
         groups = groups[np.argsort(firsts[groups].min(axis=1))]
     else:
-        groups = groups[_permutation(count, generator)]
+        groups = groups[small_permutation(count, generator)]
     return np.concatenate([groups.ravel(), last])
 
 
@@ -245,8 +246,9 @@ def packed_batches(sizes: Numbers, buckets: Numbers, budget: int, seed: int | No
     """Return the batches of an epoch: samples of one bucket, which together are at most the budget."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     samples, batches, count = [], [], 0
-    for bucket in _split(_permutation(len(sizes), generator), buckets):
-        for window in np.array_split(bucket, _windows(len(bucket))):
+    for bucket in _split(small_permutation(len(sizes), generator), buckets):
+        windows = max(-(-len(bucket) // _WINDOW), min(8, len(bucket) // _FEWEST), 1)
+        for window in np.array_split(bucket, windows):
             falling = window[np.argsort(-sizes[window], kind="stable")]
             numbers, used = best_fit(sizes[falling], budget)
             samples.append(falling)
@@ -258,19 +260,10 @@ def packed_batches(sizes: Numbers, buckets: Numbers, budget: int, seed: int | No
     return Batches(packed, bounds, _arranged(packed, bounds, np.array([count]), generator, 1))
 
 
-def _windows(count: int) -> int:
-    return max(-(-count // _WINDOW), min(8, count // _FEWEST), 1)
+def best_fit(falling: Numbers, budget: int) -> tuple[Numbers, int]:
+    """Return (the batch of each size, how many batches there are): the largest size is packed first.
 
-
-class Packing(NamedTuple):
-    """The batch of each sample, and how many batches there are."""
-
-    numbers: Numbers
-    batches: int
-
-
-def best_fit(falling: Numbers, budget: int) -> Packing:
-    """Pack sizes, the largest first: each goes into the fullest batch that has space for it.
+    Each goes into the fullest batch that has space for it.
 
     All samples of one size are placed at a time. A batch that takes one of them takes as many as it has space
     for, since it stays the fullest that has enough.
@@ -307,11 +300,4 @@ def best_fit(falling: Numbers, budget: int) -> Packing:
                     if not having:
                         insort(spaces, left)
                     having += numbers
-    return Packing(np.array(placed, np.int64), used)
-
-
-def _permutation(count: int, generator: torch.Generator | None) -> Numbers:
-    kind = torch.int32 if count < 1 << 31 else torch.int64
-    if generator is None:
-        return torch.arange(count, dtype=kind, device="cpu").numpy()
-    return torch.randperm(count, generator=generator, dtype=kind, device="cpu").numpy()
+    return np.array(placed, np.int64), used

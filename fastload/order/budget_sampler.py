@@ -132,19 +132,12 @@ class BudgetSampler(DistributedSampler):
         self._classes = None if pack else SizeClasses(self.sizes, self._buckets, self.budget, tolerance)
         self._made = _Made()
 
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
-        # A generator, so that an epoch begins when something is drawn, as in `DistributedSampler`.
-        self._start_epoch()
-        assert self._start is not None
-        epoch, start, replicas = self.epoch, self._start, self.num_replicas
-        self._start, self._begun = None, True
-        batches = self._batches(epoch)
+    def _draw(self, epoch: int, start: int) -> Iterator[list[int]]:
+        batches, replicas = self._batches(epoch), self.num_replicas
         for row in range(self._share(start)):
             first = start + row * replicas
             self._position = (epoch, first + replicas)
             yield batches.batch((first + self.rank) % len(batches))
-        if self._position[0] == epoch and self._start is None:
-            self._start_epoch()
 
     def __repr__(self) -> str:
         return (
@@ -197,15 +190,13 @@ class BudgetSampler(DistributedSampler):
 
     def _similar(self, index: int) -> Numbers:
         """Return the samples that may stand in the place of one, by ascending size: none is larger."""
-        order, sizes, starts = self._made.by_size or self._sort()
+        if self._made.by_size is None:
+            order = np.lexsort((self.sizes, self._buckets))
+            starts = np.searchsorted(self._buckets[order], np.arange(int(self._buckets.max()) + 2))
+            self._made.by_size = order, self.sizes[order], starts
+        order, sizes, starts = self._made.by_size
         first, stop = starts[self._buckets[index]], starts[self._buckets[index] + 1]
         return order[first : first + np.searchsorted(sizes[first:stop], self.sizes[index], "right")]
-
-    def _sort(self) -> _BySize:
-        order = np.lexsort((self.sizes, self._buckets))
-        starts = np.searchsorted(self._buckets[order], np.arange(int(self._buckets.max()) + 2))
-        self._made.by_size = _BySize(order, self.sizes[order], starts)
-        return self._made.by_size
 
     # --- what this is made of
 
@@ -235,20 +226,13 @@ class BudgetSampler(DistributedSampler):
         return made[epoch]
 
 
-class _BySize(NamedTuple):
-    """The samples by bucket, and by ascending size in each; their sizes; where each bucket begins."""
-
-    order: Numbers
-    sizes: Numbers
-    starts: Numbers
-
-
 class _Made:
     """Results that can be made again from the sizes. Copies of a sampler share them; no pickle has them."""
 
     def __init__(self) -> None:
         self.batches: dict[int, Batches] = {}
-        self.by_size: _BySize | None = None
+        # The samples by bucket, and by ascending size in each; their sizes; where each bucket begins.
+        self.by_size: tuple[Numbers, Numbers, Numbers] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

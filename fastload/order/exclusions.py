@@ -20,11 +20,10 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
-from fastload.order.schema import plain, read
 
 Range = tuple[int, int]  # [first, end)
 Samples = dict[str, list[Range]]  # source of a mixture, else "" -> positions in it
@@ -110,11 +109,11 @@ class _Skips:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class ExclusionsState:
     """Exclusions in a state."""
 
-    excluded: list[_Exclusion]
-    skipped: list[_Skips]
+    excluded: list[_Exclusion] = field(default_factory=list)
+    skipped: list[_Skips] = field(default_factory=list)
 
 
 class Filter:
@@ -303,32 +302,19 @@ class Exclusions:
         self._skipped[epoch] = _merged([*self.skipped(epoch), *added])
         self.version += 1
 
-    def state(self) -> dict[str, Any]:
-        """Return all of it as JSON; {}: nothing is left out."""
-        if not self._exclusions and not self._skipped:
-            return {}
+    def state(self) -> ExclusionsState:
+        """Return all of it."""
         skipped = [_Skips(epoch, ranges) for epoch, ranges in sorted(self._skipped.items())]
-        saved: dict[str, Any] = plain(_Saved(self._exclusions, skipped))
-        return saved
+        return ExclusionsState(self._exclusions, skipped)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: ExclusionsState) -> None:
         """Take up what `state` gave, in place of what is left out here.
 
         To keep both was rejected: a state has what its run left out, and resuming it must give that run.
-
-        Raises:
-            ArgumentError: it is no such state.
         """
-        try:
-            saved = read(_Saved, state) if state else _Saved([], [])
-        except ValueError as error:
-            raise ArgumentError(
-                f"state_dict has 'exclusions' that no loader has made ({error}): load it whole, as "
-                "state_dict() returned it"
-            ) from error
         before = self._excluded()
-        self._exclusions = saved.excluded
-        self._skipped = {skips.epoch: skips.samples for skips in saved.skipped}
+        self._exclusions = list(state.excluded)
+        self._skipped = {skips.epoch: skips.samples for skips in state.skipped}
         self.version += 1
         now = self.samples_at(1 << 64, 0)
         lost = [position for source, position in before if not _holds(now.get(source, []), position)]

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,21 +26,10 @@ from fastload.distributed.agreement import Ranks
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
 from fastload.order.mixing import ONE, Mixing, Proportions, in_units
+from fastload.order.permutations import small_permutation
 from fastload.order.sampler import DistributedSampler
 
 _VERSION = 1
-
-
-class _Change(NamedTuple):
-    """Weights that were set while the mixture was read.
-
-    Attributes:
-        at: the samples that are drawn before them.
-        weights: of each source, in units.
-    """
-
-    at: int
-    weights: list[int]
 
 
 class MixtureSampler(DistributedSampler):
@@ -73,7 +63,8 @@ class MixtureSampler(DistributedSampler):
         ArgumentError: the dataset is no `Mixture`, or as `DistributedSampler`.
     """
 
-    _checks_length = False  # but that of each source
+    _by_epoch = False
+    _compared = ("version", "seed", "shuffle")  # and the length of each source
 
     def __init__(
         self,
@@ -95,18 +86,14 @@ class MixtureSampler(DistributedSampler):
         were_set, nothing = proportions.were_set, [0] * len(self._lengths)
         self._were_set = were_set is not None  # the weights, while the mixture was read
         self._mixing = Mixing(in_units(were_set or proportions.weights_in(self.epoch)), nothing, nothing, 0)
-        self._changes: list[_Change] = []  # that may not have taken effect in what was delivered
-        self._made: list[_Change] = []  # all of this run
-        self._delivered: dict[str, Any] | None = None  # the state there, while a loader says so
+        # The weights that were set while the mixture was read: (samples drawn before them, in units).
+        self._changes: list[tuple[int, list[int]]] = []
+        self._loaded = 0  # samples that were drawn before this run
         self._passes: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}  # source -> (number, its order)
         self._ranks: Ranks | None = None
 
-    def __iter__(self) -> Iterator[int]:
-        self._start_epoch()
-        assert self._start is not None
-        epoch, start, mixing = self.epoch, self._start, self._mixing.copy()
-        self._start, self._begun = None, True
-        self._mixture.reader = self
+    def _draw(self, epoch: int, start: int) -> Iterator[int]:
+        mixing, self._mixture.reader = self._mixing.copy(), self
         if start == 0 and not self._were_set:
             mixing.set_weights(in_units(self._mixture.weights_in(epoch)))
         after = self.num_replicas - 1 - self._column
@@ -117,8 +104,6 @@ class MixtureSampler(DistributedSampler):
             self._advance(mixing, after)
             self._mixing, self._position = mixing, (epoch, start + row * self.num_replicas)
             yield self._index(source, number)
-        if self._position[0] == epoch and self._start is None:
-            self._start_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain numbers: epoch, and of each source its samples, weight and due."""
@@ -144,10 +129,14 @@ class MixtureSampler(DistributedSampler):
 
     def _with_changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return an earlier state, with the changes of weights that were decided since."""
-        later = [change for change in self._changes if change.at >= state["drawn"]]
-        return dict(state) | {
-            "changes": [[at, dict(zip(self._lengths, weights, strict=True))] for at, weights in later]
-        }
+        before = [change for change in state.get("changes", []) if change[0] < self._loaded]
+        later = [[at, dict(zip(self._lengths, weights, strict=True))] for at, weights in self._since(state)]
+        return dict(state) | {"changes": before + later}
+
+    def _since(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
+        """Return the changes of weights after a state."""
+        later = itertools.takewhile(lambda change: change[0] >= state["drawn"], reversed(self._changes))
+        return list(later)[::-1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume: the next iteration continues there. The number of ranks may differ.
@@ -160,28 +149,16 @@ class MixtureSampler(DistributedSampler):
             ArgumentError: it is no state of this class, or of another seed or shuffle; or a source has
                 another length than in the saved run.
         """
-        self._check(state_dict)
-        sources, lengths = state_dict["sources"], self._lengths
-        self.epoch = int(state_dict["epoch"])
-        self._start = int(state_dict["consumed"])
-        self._position = (self.epoch, self._start)
-        self._begun = False
-        self._advances = bool(state_dict["advances"])
-        alike = state_dict["given"] == self._mixture.given() and sources.keys() == lengths.keys()
+        super().load_state_dict(state_dict)
+        alike = state_dict["given"] == self._mixture.given()
+        alike = alike and state_dict["sources"].keys() == self._lengths.keys()
         self._were_set = alike and bool(state_dict["were_set"])
-        self._changes = []
-        if alike:
-            weights = [sources[name]["weight"] for name in lengths]
-            self._changes = [
-                _Change(at, [weights[name] for name in lengths]) for at, weights in state_dict["changes"]
-            ]
-        else:
-            weights = in_units(self._mixture.weights_in(self.epoch))
+        self._changes = self._changes_in(state_dict) if alike else []
+        weights = None if alike else in_units(self._mixture.weights_in(self.epoch))
         self._mixing = self._resumed(state_dict, weights)
-        self._made = list(self._changes)
-        self._delivered = None
-        last = self._changes[-1].weights if self._changes else weights
-        in_force = {name: Fraction(unit, ONE) for name, unit in zip(lengths, last, strict=True)}
+        self._loaded, self._delivered = self._mixing.total, None
+        last = self._changes[-1][1] if self._changes else self._mixing.weights
+        in_force = {name: Fraction(unit, ONE) for name, unit in zip(self._lengths, last, strict=True)}
         self._mixture.were_set = in_force if self._were_set or self._changes else None
         self._mixture.reader = self
 
@@ -203,24 +180,11 @@ class MixtureSampler(DistributedSampler):
                         "ranks, at the same step"
                     )
                 at = max(at, other["at"])
-        begun = self._mixing.total if self._delivered is None else self._delivered["drawn"]
-        self._changes = [change for change in self._changes if begun <= change.at < at]
-        self._changes.append(_Change(at, units))
-        self._made = [change for change in self._made if change.at < at]
-        self._made.append(_Change(at, units))
+        self._changes = [change for change in self._changes if change[0] < at]
+        self._changes.append((at, units))
 
-    def _changes_since(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
-        return [(change.at, change.weights) for change in self._made if change.at >= state["drawn"]]
-
-    def _deal(self, state: Mapping[str, Any] | None = None) -> None:
-        return None
-
-    def _at_state(
-        self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int
-    ) -> MixtureSampler:
-        """Return a copy that stands at a state, with the changes of weights that were made after it.
-
-        Iterating over it does not make it the reader of the mixture.
+    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> Self:
+        """Return a copy that stands at a state. Iterating over it does not make it the mixture's reader.
 
         Raises:
             ArgumentError: the mixture has other sources than in that state, or had weights by a function.
@@ -233,30 +197,22 @@ class MixtureSampler(DistributedSampler):
         if not (constant or state["consumed"] or state["were_set"]) and self._mixture.given() is not None:
             raise ArgumentError("the mixture had weights by a function of the epoch then, and has others now")
         again = self._at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
-        assert isinstance(again, MixtureSampler)
         again._were_set = constant or bool(state["were_set"])  # so the weights are those of the state
-        again._changes = [_Change(int(at), list(weights)) for at, weights in changes]
-        weights = [state["sources"][name]["weight"] for name in self._lengths]
-        again._mixing = again._resumed(state, weights)
+        again._changes, again._mixing = self._changes_in(state), self._resumed(state)
         again._mixture, again._delivered, again._passes = copy.copy(self._mixture), None, {}
         return again
 
     # --- what reached the user
 
-    def _note_delivered(self, state: Mapping[str, Any]) -> None:
-        """Note the state at the samples that were delivered, since a loader draws ahead."""
-        self._delivered = dict(state)
-        self._changes = [change for change in self._changes if change.at >= state["drawn"]]
-
     def _rewind(self) -> bool:
-        """Let what was drawn and not delivered be drawn again in the next epoch."""
+        """Let what was drawn and not delivered be drawn again in the next epoch, by the last weights."""
         if self._delivered is None:
             return True
         state, self._delivered = self._delivered, None
-        weights = [state["sources"][name]["weight"] for name in self._lengths]
-        if self._changes:
-            weights, self._changes, self._were_set = self._changes[-1].weights, [], True
-        self._mixing = self._resumed(state, weights)
+        later = self._since(state)
+        self._mixing = self._resumed(state, later[-1][1] if later else None)
+        self._changes = self._changes[: len(self._changes) - len(later)]
+        self._were_set |= bool(later)
         return True
 
     def _samples_of_sources(self) -> tuple[dict[str, int], dict[str, float]]:
@@ -279,13 +235,14 @@ class MixtureSampler(DistributedSampler):
         source, end = 0, mixing.total + samples
         while mixing.total < end:
             stop = end
-            for change in self._changes:
-                if change.at == mixing.total:
-                    mixing.set_weights(change.weights)
+            for at, weights in reversed(self._changes):
+                if at > mixing.total:
+                    stop = min(stop, at)
+                    continue
+                if at == mixing.total:
+                    mixing.set_weights(weights)
                     self._were_set = True
-                elif mixing.total < change.at < end:
-                    stop = change.at
-                    break
+                break
             source = mixing.advance(stop - mixing.total)
         return source
 
@@ -300,28 +257,20 @@ class MixtureSampler(DistributedSampler):
             position = int(order[1][position])
         return int(self._mixture.index(source, position, lap))
 
-    def _resumed(self, state: Mapping[str, Any], weights: list[int]) -> Mixing:
+    def _changes_in(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
+        return [(int(at), [weights[name] for name in self._lengths]) for at, weights in state["changes"]]
+
+    def _resumed(self, state: Mapping[str, Any], weights: list[int] | None = None) -> Mixing:
+        """Return the mixing at a state. `weights`: None: those of the state."""
         new = {"samples": 0, "due": 0}
         sources = [state["sources"].get(name, new) for name in self._lengths]
         counts, dues = ([int(source[what]) for source in sources] for what in ("samples", "due"))
+        if weights is None:
+            weights = [source["weight"] for source in sources]
         return Mixing(weights, counts, dues, int(state["drawn"]))
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise ArgumentError unless this sampler can go on from `state`."""
-        if not isinstance(state, Mapping):
-            raise ArgumentError(f"state_dict must be a dict, found {type(state).__name__}")
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            raise ArgumentError(
-                f"state_dict has the entries {sorted(state)}, expected {sorted(own)}: "
-                "load what state_dict() of a fastload.MixtureSampler returned"
-            )
-        for name in ("version", "seed", "shuffle"):
-            if state[name] != own[name]:
-                raise ArgumentError(
-                    f"state_dict was saved with {name} {state[name]!r}, this sampler has {own[name]!r}: "
-                    "make it with the arguments and the dataset of the saved run"
-                )
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        super()._check_state(state)
         for name, length in self._lengths.items():
             saved = state["sources"].get(name)
             if saved is not None and saved["length"] != length:
@@ -336,25 +285,21 @@ class MixedAt(NamedTuple):
 
     Attributes:
         proportions: its sources, and the weights that were given.
-        drawn: samples drawn since the run began.
         consumed: samples of the epoch, over all ranks.
     """
 
     proportions: tuple[list[str], Any]
-    drawn: int
     consumed: int
 
 
 def mixed_at(state: Any) -> MixedAt | None:
     """Return what the state of a sampler says of a mixture; None where it is not a mixture's."""
-    if not isinstance(state, dict) or not {"sources", "given", "drawn", "consumed"} <= state.keys():
+    if not isinstance(state, dict) or not {"sources", "given", "consumed"} <= state.keys():
         return None
-    return MixedAt((list(state["sources"]), state["given"]), state["drawn"], state["consumed"])
+    return MixedAt((list(state["sources"]), state["given"]), state["consumed"])
 
 
 def _permutation(length: int, seed: int, name: str, lap: int) -> np.ndarray[Any, Any]:
     """Return the order of a pass over a source. By its name, so that it does not depend on other sources."""
     number = hashlib.blake2b(repr((seed, name, lap)).encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
-    dtype = torch.int32 if length < 1 << 31 else torch.int64
-    return torch.randperm(length, generator=generator, dtype=dtype, device="cpu").numpy()
+    return small_permutation(length, torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1))

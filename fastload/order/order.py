@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.utils.data
@@ -33,11 +33,11 @@ class EpochOrder:
             mixture has one more order from there on.
         batch_size, replicas: of these steps.
         per_step: samples of a step over all ranks. 1 where batches have no fixed size.
-        sampler: where it stood at `step`, if its state is tracked; else when the epoch began.
+        sampler: where it stood at `step`, if its state is tracked; else when the epoch began. The state of a
+            mixture has the weights that were set after `step`.
         dealt: the same for a `DistributedSampler`.
         base_seed: of the samples' randomness, where the loader has no seed of its own; None: not known.
         origin, generators: what it is drawn from; None until its first index is drawn.
-        changes: of the weights of a mixture, after `step`: (samples drawn before, weights).
         check: of an order that has to be compared: how many batches were drawn, and the sum over them.
         streamed: no sampler says what is read.
         forgotten: the states that it is made from were kilobytes, and were dropped.
@@ -53,7 +53,6 @@ class EpochOrder:
     base_seed: int | None = None
     origin: Origin | None = None
     generators: dict[str, str] | None = None
-    changes: list[tuple[int, list[int]]] = field(default_factory=list)
     check: tuple[int, int | None] | None = None
     streamed: bool = False
     forgotten: bool = False
@@ -62,10 +61,15 @@ class EpochOrder:
     def begun(
         cls, samplers: Samplers, epoch: int, step: int, sampler: SamplerState, **others: Any
     ) -> EpochOrder:
-        """Return the order of an epoch that these samplers read from a step on."""
-        dealt = None if samplers.dealer is None else samplers.dealer._deal(sampler.state)
-        if dealt is not None:
-            sampler = replace(sampler, epoch=sampler.state["epoch"], state=None)
+        """Return the order of an epoch that these samplers read from a step on.
+
+        Args:
+            sampler: where it stands. Without a state, a sampler that deals begins the epoch.
+        """
+        dealer = samplers.dealer
+        dealt = None if dealer is None else dealer._deal(sampler.state)
+        if dealer is not None and dealt is not None and sampler.state is not None:
+            sampler = replace(sampler, epoch=dealer._epoch_in(sampler.state), state=None)
         size, replicas = samplers.batch_size, samplers.replicas
         return cls(epoch, step, size, replicas, samplers.per_step(), sampler, dealt, **others)
 
@@ -168,7 +172,7 @@ class EpochOrder:
         elif samplers.dealer is not last:  # its batch sampler has the state
             return samplers.copied(dataset), self
         elif self.dealt is None:
-            moved = last._at_state(self.sampler.state, self.changes, rank=own, replicas=ranks)
+            moved = last._at_state(self.sampler.state, rank=own, replicas=ranks)
         else:
             dealt, consumed = self.dealt, self.dealt.consumed
             if samplers.known_by_epoch:  # each step takes a batch of samples in turn

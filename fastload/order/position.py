@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import ArgumentError
+from fastload.metrics.counters import Counters
 from fastload.order.exclusions import Edited, Filter
 from fastload.order.order import EpochOrder
-from fastload.order.sampler import DistributedSampler
 from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
 
@@ -55,17 +55,19 @@ class Position:
         epoch: the loader's count of iterations, this one excluded.
         iterable: the dataset is.
         workers: one entry per worker, or one for this process.
+        counters: count what is left out of the prefix.
         streams: of an epoch that is read as streams, else None.
-        origin: what the order is made from, where a state has settled that before the epoch began.
+        origin: what the order is made from, where a state has settled that before its first index is drawn.
+        resumed: the state of the middle of this epoch, where that goes on.
 
     Attributes:
+        samplers: see above.
         order: of the epoch, from the step on where this iteration began.
         batches: in the prefix of the order that was delivered.
         ahead: batches delivered beyond it, which in_order=False allows.
         sampler: its state after the prefix.
         check: a sum over the indices of the prefix, of a checked order.
         drawn: of a checked order: batches, and the sum over them.
-        steps_skipped: of those that were skipped, in the prefix.
         filter: what is left out; None where samples have no index.
     """
 
@@ -75,30 +77,41 @@ class Position:
         epoch: int,
         iterable: bool,
         workers: list[WorkerState],
+        counters: Counters,
         streams: Streams | None = None,
         origin: Origin | None = None,
+        resumed: State | None = None,
     ) -> None:
-        self._samplers = samplers
+        self.samplers = samplers
         self.unordered = iterable or streams is not None  # no sampler says what is read
         self.streams = streams
         self.workers = workers
+        self._counters = counters
         self.next_worker = 0
         self.finished = False
         self.batches = 0
         self.ahead: list[int] = []
         self.sampler = samplers.state()
         self.check: int | None = 0
-        self.drawn: tuple[int, int | None] = (0, 0)
-        self.steps_skipped = 0
         self.filter: Filter | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
-        generators = samplers.generators() if samplers.user_defined else None
+        made_from: dict[str, Any] = {"generators": samplers.generators() if samplers.user_defined else None}
+        if resumed is not None:
+            self.batches, self.ahead = resumed.batches, list(resumed.ahead)
+            self.sampler, self.check = resumed.sampler, resumed.check
+            made_from = {name: getattr(resumed, name) for name in ("base_seed", "origin", "generators")}
+            made_from["check"] = (self.batches, self.check)
+            if resumed.num_workers == len(workers):
+                self.next_worker = resumed.next_worker
+        self.drawn = (self.batches, self.check)
         self.order = EpochOrder.begun(
-            samplers, epoch, 0, self.sampler, generators=generators, streamed=self.unordered
+            samplers, epoch, self.batches, self.sampler, streamed=self.unordered, **made_from
         )
         samplers.delivered(self.sampler)
-        self._settled = origin  # before the first index was drawn
-        self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
+        self._settled = origin
+        self._resumed = resumed is not None
+        # Whether the run that was saved drew its base seed after iter(sampler).
+        self._seeded_late = resumed is not None and resumed.num_workers == 0
         self._due: dict[int, GivenOut] = {}  # by ticket
         self._skipped: set[int] = set()  # batches that were drawn, are left out, and wait for the prefix
         self._after: dict[int, _After] = {}  # by batch
@@ -116,40 +129,20 @@ class Position:
         """Return the seed of the workers, as torch drew it."""
         return self.order.base_seed or 0
 
-    def resume(self, saved: State) -> None:
-        """Take up a position that was saved in the middle of this epoch."""
-        self.batches, self.ahead = saved.batches, list(saved.ahead)
-        self.sampler, self.check = saved.sampler, saved.check
-        self.drawn = (self.batches, self.check)
-        self.order = EpochOrder.begun(
-            self._samplers,
-            self.epoch,
-            self.batches,
-            self.sampler,
-            base_seed=saved.base_seed,
-            origin=saved.origin,
-            generators=saved.generators,
-            check=self.drawn,
-            streamed=self.unordered,
-        )
-        self._settled = None if saved.coming is None else saved.coming.origin
-        self._seeded_late = saved.num_workers == 0
-        self.next_worker = saved.next_worker if saved.num_workers == len(self.workers) else 0
-
-    def begin(self, base_seed: int, made: Iterator[Any], *, resumed: bool) -> Iterator[Any]:
+    def begin(self, base_seed: int, made: Iterator[Any]) -> Iterator[Any]:
         """Return the index batches that are to be given out, from torch's iterator over the sampler.
 
         Raises:
             ArgumentError: a sampler without a state gives another order than in the run that was saved.
         """
         self.order = replace(self.order, base_seed=base_seed)
-        if resumed:
-            made = self.order.batches(self._samplers, self.batches, made=made, seeded_late=self._seeded_late)
+        if self._resumed:
+            made = self.order.batches(self.samplers, self.batches, made=made, seeded_late=self._seeded_late)
         return made if self.unordered else self._watched(made)
 
     def _watched(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the index batches, with note of each. The n-th of them has ticket n, from 0."""
-        samplers, passed, check, ticket = self._samplers, frozenset(self.ahead), self.check, 0
+        samplers, passed, check, ticket = self.samplers, frozenset(self.ahead), self.check, 0
         drawing = samplers.drawing()  # once: to ask for torch's default device takes microseconds
         for number in itertools.count(self.batches):
             with drawing:
@@ -178,7 +171,7 @@ class Position:
 
     def _settle(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """Settle what the order is made from, before its first index is drawn."""
-        samplers = self._samplers
+        samplers = self.samplers
         origin = samplers.origin(self.epoch) if self._settled is None else self._settled
         index_batches = samplers.begin(index_batches, origin)
         generators = self.order.generators if samplers.user_defined else samplers.generators()
@@ -202,13 +195,10 @@ class Position:
         if worker.fresh and state is not None:
             worker.fresh, worker.state = False, state
 
-    def delivered(self, ticket: int, worker_id: int, state: Any) -> tuple[int, int]:
-        """Note that a batch reached the user, or the exception that it raised did.
+    def delivered(self, ticket: int, worker_id: int, state: Any) -> int:
+        """Note that a batch reached the user, or the exception that it raised did. Return its step.
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
-
-        Returns:
-            (its step of the epoch, how many substitutes for excluded samples it has).
         """
         if self.streams is not None:
             self.streams.delivered(worker_id, state)
@@ -217,11 +207,13 @@ class Position:
             worker.batches, worker.fresh, worker.state = worker.batches + 1, False, state
         if self.unordered:
             self.batches += 1
-            return self.batches - 1, 0
+            return self.batches - 1
         given = self._due.pop(ticket)
         self.ahead.append(given.step)
+        if given.edited.replaced:
+            self._counters.add("left_out.samples", len(given.edited.replaced))
         self._advance()
-        return given.step, len(given.edited.replaced)
+        return given.step
 
     def _advance(self, *, ended: bool = False) -> None:
         """Move the prefix on over what was delivered, and over skipped batches before that.
@@ -229,22 +221,22 @@ class Position:
         Not over those after it, until the epoch has `ended`: they may be drawn or not, and states must not
         depend on how far ahead this loader draws.
         """
-        ahead, noted = self.ahead, self._samplers.tracks_state or self._samplers.checked
+        ahead, noted = self.ahead, self.samplers.tracks_state or self.samplers.checked
         while self.batches in ahead or (self.batches in self._skipped and (ahead or ended)):
             first = self.batches
             if noted and first not in self._after:
                 break
             if first in self._skipped:
                 self._skipped.remove(first)
-                self.steps_skipped += 1
+                self._counters.add("left_out.steps")
             else:
                 ahead.remove(first)
             if noted:
                 after = self._after.pop(first)
                 self.sampler = after.sampler or self.sampler
-                self.check = after.check if self._samplers.checked else self.check
+                self.check = after.check if self.samplers.checked else self.check
             self.batches = first + 1
-        self._samplers.delivered(self.sampler)
+        self.samplers.delivered(self.sampler)
 
     def ended(self, worker_id: int, state: Any) -> None:
         """Note that an iterable dataset, a worker's part of it, or the stream `worker_id` is at its end."""
@@ -257,14 +249,14 @@ class Position:
     def finish(self) -> None:
         """Note that the user was told that the iteration is over."""
         if self.streams is not None and not self.finished:
-            self._samplers.start_epoch()
+            self.samplers.start_epoch()
         if not self.unordered and not self.finished:
             self._advance(ended=True)
         self.finished = True
-        if self._samplers.rewind():  # the last batch, where drop_last is set
+        if self.samplers.rewind():  # the last batch, where drop_last is set
             self._after.clear()
         end = self._after.get(-1)
-        self.sampler = self._samplers.state() if end is None or end.sampler is None else end.sampler
+        self.sampler = self.samplers.state() if end is None or end.sampler is None else end.sampler
 
     @property
     def ran_on(self) -> bool:
@@ -275,13 +267,13 @@ class Position:
         """Write into a state what is about an iteration which goes on."""
         order = self.order
         if order.origin is None and not self.unordered:
-            self._settled = self._settled or self._samplers.origin(self.epoch)
+            self._settled = self._settled or self.samplers.origin(self.epoch)
             state.coming = Coming(None, self._settled)
         state.begun, state.epoch = True, self.epoch
         state.batches, state.ahead = self.batches, sorted(self.ahead)
         state.sampler, state.check, state.origin = self.sampler, self.check, order.origin
         # None: nothing was drawn from them yet.
-        state.generators = self._samplers.generators() if order.generators is None else order.generators
+        state.generators = self.samplers.generators() if order.generators is None else order.generators
         state.next_worker, state.base_seed, state.workers = self.next_worker, self.base_seed, self.workers
         state.streams = None if self.streams is None else self.streams.state()
 
@@ -291,25 +283,19 @@ class History:
 
     def __init__(self) -> None:
         self._orders: list[EpochOrder] = []
-        self._running: tuple[Position, Samplers] | None = None
+        self._running: Position | None = None
 
-    def begin(self, samplers: Samplers, position: Position) -> None:
+    def begin(self, position: Position) -> None:
         """Note that an epoch begins, or goes on after a resume."""
-        self._settle()
-        known = self._of(position.epoch) if position.batches else []
+        known = self.find(position.epoch)
         self._orders = [order for order in self._orders if order.epoch < position.epoch]
-        self._orders += continued(known, position.order, samplers)
-        self._running = (position, samplers)
+        self._orders += continued(known if position.batches else [], position.order)
+        self._running = position
 
-    def find(self, epoch: int) -> list[EpochOrder]:
-        """Return the orders of an epoch that has begun; [] where nothing is known."""
+    def find(self, epoch: int | None = None) -> list[EpochOrder]:
+        """Return the orders of an epoch that has begun, [] where nothing is known; None: all orders."""
         self._settle()
-        return self._of(epoch)
-
-    def state(self) -> list[EpochOrder]:
-        """Return all orders."""
-        self._settle()
-        return list(self._orders)
+        return [order for order in self._orders if epoch in (None, order.epoch)]
 
     def load(self, orders: list[EpochOrder]) -> None:
         """Take up the history in a loader's state."""
@@ -332,21 +318,15 @@ class History:
                 "that has begun; or give the DataLoader a seed=, or use fastload.DistributedSampler, where "
                 "the order of an epoch is known by its number"
             )
-        orders = self.state()
-        last = orders[-1] if orders else None
-        order = EpochOrder(
+        last = next(reversed(self.find()), None)
+        return EpochOrder.begun(
+            samplers,
             epoch,
             0,
-            samplers.batch_size,
-            samplers.replicas,
-            samplers.per_step(),
             SamplerState(self._coming_number(samplers, epoch, coming, last), None, over=False),
             base_seed=last.base_seed if last is not None and persistent else None,
             origin=samplers.origin(epoch) if samplers.seeded else None,
         )
-        last_sampler = samplers.last
-        dealt = last_sampler._deal() if isinstance(last_sampler, DistributedSampler) else None
-        return replace(order, dealt=dealt)
 
     def _coming_number(
         self, samplers: Samplers, epoch: int, coming: int, last: EpochOrder | None
@@ -363,45 +343,33 @@ class History:
             return number + (0 if repeats else epoch - coming)
         return before + (0 if repeats else epoch - last.epoch)
 
-    def _of(self, epoch: int) -> list[EpochOrder]:
-        return [order for order in self._orders if order.epoch == epoch]
-
     def _settle(self) -> None:
         """Note what the running epoch's order was made from, once its first index is drawn."""
         if self._running is None:
             return
-        (position, samplers), last = self._running, self._orders[-1]
+        position, last = self._running, self._orders[-1]
         if last.streamed:
             return
-        drawn = position.order
+        samplers, drawn = position.samplers, position.order
         last = replace(last, origin=drawn.origin, generators=drawn.generators or None)
         self._orders[-1] = replace(last, check=position.drawn if samplers.checked else None)
         kept = sorted({order.epoch for order in self._orders})[-_STATES_KEPT:][0]
         for number, order in enumerate(self._orders):
             if order.epoch == position.epoch:
                 if _proportions(order) is not None and _proportions(order) == _proportions(last):
-                    later = samplers.changes_since(order.sampler)
-                    changes = sorted((dict(order.changes) | dict(later)).items())
-                    self._orders[number] = replace(order, changes=changes)
+                    self._orders[number] = replace(order, sampler=samplers.with_changes(order.sampler))
             elif order.epoch < kept:
                 self._orders[number] = _without_states(order)
 
 
-def continued(orders: list[EpochOrder], order: EpochOrder, samplers: Samplers) -> list[EpochOrder]:
-    """Return the orders of an epoch that these samplers read from `order.step` on."""
+def continued(orders: list[EpochOrder], order: EpochOrder) -> list[EpochOrder]:
+    """Return the orders of an epoch that is read in this order from `order.step` on."""
     earlier = [replace(known, base_seed=order.base_seed) for known in orders if known.step < order.step]
     if not earlier:
         return [order]
     before = earlier[-1]
-    mixed = order.sampler.mixed
-    if mixed is not None and _proportions(before) != mixed.proportions:
-        # Weights that were to be set later may not be set now.
-        earlier = [
-            replace(known, changes=[change for change in known.changes if change[0] < mixed.drawn])
-            for known in earlier
-        ]
-        order = replace(order, changes=samplers.changes_since(order.sampler))
-    elif (before.batch_size, before.replicas) == (order.batch_size, order.replicas):
+    alike = _proportions(before) == _proportions(order)
+    if alike and (before.batch_size, before.replicas) == (order.batch_size, order.replicas):
         return earlier
     return [*earlier, order]
 
@@ -418,4 +386,4 @@ def _without_states(order: EpochOrder) -> EpochOrder:
     if not drawn and order.sampler.state is None:
         return order
     sampler = replace(order.sampler, state=None)
-    return replace(order, sampler=sampler, origin=None, generators=None, changes=[], forgotten=True)
+    return replace(order, sampler=sampler, origin=None, generators=None, forgotten=True)

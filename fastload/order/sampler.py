@@ -19,9 +19,9 @@ import copy
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.utils.data
@@ -30,7 +30,7 @@ from fastload.checks import check_one_of
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
-from fastload.order.blocks import block_order, blocks_of
+from fastload.order.permutations import block_order, blocks_of, node_order, node_shares
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -101,8 +101,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             nodes with unequally many ranks.
     """
 
-    _checks_length: ClassVar[bool] = True  # a loader's state is refused where the dataset's length differs
+    _by_epoch: ClassVar[bool] = True  # the order is a function of the epoch's number and the dataset's length
     _compared: ClassVar[tuple[str, ...]] = ("version", "seed", "shuffle", "length")  # entries of a state
+    _delivered: Mapping[str, Any] | None = None  # the state there, while a loader says so: it draws ahead
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         by_node = partition == "node"
         self._place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
         # This rank reads the samples `_column`, `_column + num_replicas`, ... of the order of all ranks.
-        self._column = _column(self._place)
+        self._column = self._place.column
         self._dealt = (self._parts(), exchange)  # the nodes and the exchange of the order of self.epoch
         if mode == "eval":
             self.num_samples = self._share(0)
@@ -154,13 +155,19 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._end: tuple[int, int] = (0, 0)
         self._drawing: Iterator[int] = iter(())
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
         self._start_epoch()
         assert self._start is not None
-        epoch, start, replicas = self.epoch, self._start, self.num_replicas
+        epoch, start = self.epoch, self._start
         self._start, self._begun = None, True
-        length = indexed_length(self.dataset)
+        yield from self._draw(epoch, start)
+        if self._position[0] == epoch and self._start is None:
+            self._start_epoch()
+
+    def _draw(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield what this rank reads of an epoch, and keep `_position`."""
+        length, replicas = indexed_length(self.dataset), self.num_replicas
         first = start + self._column
         last = first + self._share(start) * replicas
         nodes, exchange = self._dealt
@@ -178,8 +185,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self._position = (epoch, chunk - self._column + replicas * len(drawn))
             self._drawing = iter(drawn)
             yield from self._drawing
-        if self._position[0] == epoch and self._start is None:
-            self._start_epoch()
 
     @property
     def _position(self) -> tuple[int, int]:
@@ -258,32 +263,34 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         Raises:
             ArgumentError: it is no state of this class, or of another seed, shuffle or dataset length.
         """
-        if not isinstance(state_dict, Mapping):
-            raise ArgumentError(f"state_dict must be a dict, found {type(state_dict).__name__}")
-        own = self.state_dict()
-        if own.keys() != state_dict.keys():
-            raise ArgumentError(
-                f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
-                f"load what state_dict() of a fastload.{type(self).__name__} returned"
-            )
-        for name in [name for name in self._compared if name in own]:
-            if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
-                raise ArgumentError(
-                    f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
-                    "make it with the arguments and the dataset of the saved run"
-                )
-        self.epoch = int(state_dict["epoch"])
-        self._start = int(state_dict["consumed"])
-        self._begun = False
+        self._check_state(state_dict)
+        self._stand_at(int(state_dict["epoch"]), int(state_dict["consumed"]))
         self._advances = bool(state_dict["advances"])
-        self._position = (self.epoch, self._start)
         dealt = self._deal(state_dict if self._start else None)
         self._dealt = (self._parts(), self.exchange) if dealt is None else (dealt.nodes, dealt.exchange)
 
-    # --- for a loader, which draws ahead
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ArgumentError unless this sampler can go on from a state."""
+        if not isinstance(state, Mapping):
+            raise ArgumentError(f"state_dict must be a dict, found {type(state).__name__}")
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise ArgumentError(
+                f"state_dict has the entries {sorted(state)}, expected {sorted(own)}: "
+                f"load what state_dict() of a fastload.{type(self).__name__} returned"
+            )
+        for name in [name for name in self._compared if name in own]:
+            if state[name] != own[name] and not (name == "length" and self._was_not_indexed(state)):
+                raise ArgumentError(
+                    f"state_dict was saved with {name} {state[name]!r}, this sampler has {own[name]!r}: "
+                    "make it with the arguments and the dataset of the saved run"
+                )
 
-    def _note_delivered(self, state: Mapping[str, Any]) -> None:
-        """Note the state at the samples that were delivered."""
+    def _stand_at(self, epoch: int, consumed: int) -> None:
+        self.epoch, self._start, self._begun = epoch, consumed, False
+        self._position = (epoch, consumed)
+
+    # --- for a loader
 
     def _rewind(self) -> bool:
         """Let what was drawn and not delivered be drawn again, where the next epoch begins with that."""
@@ -293,29 +300,28 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Return an earlier state, with what was decided since about the samples after it."""
         return state
 
-    def _changes_since(self, state: Mapping[str, Any]) -> list[tuple[int, list[int]]]:
-        """Return (samples drawn before, weights) of each change of weights since a state."""
-        return []
-
     def _deal(self, state: Mapping[str, Any] | None = None) -> Dealt | None:
         """Return all that the order depends on in a state (None: of an epoch that begins) beside the epoch.
 
         None: it depends on more.
         """
+        if not self._by_epoch:
+            return None
         if state is None:
             return Dealt(0, self._parts(), self.exchange)
         return Dealt(state["consumed"], int(state["nodes"]), float(state["exchange"]))
 
-    def _at_state(
-        self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int
-    ) -> DistributedSampler:
-        """Return a copy that stands at a state, with the changes of weights that were made after it."""
+    def _epoch_in(self, state: Mapping[str, Any]) -> int:
+        return int(state["epoch"])
+
+    def _at_state(self, state: Mapping[str, Any], *, rank: int, replicas: int) -> Self:
+        """Return a copy that stands at a state, whatever was decided since."""
         dealt = (state["nodes"], state["exchange"])
         return self._at(state["epoch"], state["consumed"], rank=rank, replicas=replicas, dealt=dealt)
 
     def _at(
         self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
-    ) -> DistributedSampler:
+    ) -> Self:
         """Return a copy that stands elsewhere: the samples of a rank there, and of any number of ranks.
 
         Args:
@@ -330,10 +336,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if (rank, replicas) != (self.rank, self.num_replicas):
             nodes = self._place.nodes
             again._place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
-            again._column = _column(again._place)
+            again._column = again._place.column
         again._dealt = dealt or (again._parts(), again.exchange)
-        again.epoch, again._start, again._begun = epoch, consumed, False
-        again._position = (epoch, consumed)
+        again._stand_at(epoch, consumed)
         return again
 
     def _check_found(self) -> None:
@@ -505,11 +510,6 @@ def known_length(thing: Any) -> int | None:
         return None
 
 
-def _column(place: RankPosition) -> int:
-    """Return the column of a rank in a row of one sample for each rank."""
-    return place.local * place.nodes + place.node
-
-
 def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:
     if partition not in (None, "node"):
         raise ArgumentError(f"partition must be None or 'node', found {partition!r}")
@@ -530,6 +530,11 @@ class RankPosition(NamedTuple):
     node: int
     local: int
     nodes: int
+
+    @property
+    def column(self) -> int:
+        """Return the column of the rank in a row of one sample for each rank."""
+        return self.local * self.nodes + self.node
 
 
 def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
@@ -557,7 +562,7 @@ def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
 def _by_number(rank: int, replicas: int, nodes: int) -> RankPosition:
     if not 1 <= nodes <= replicas:
         raise ArgumentError(f"num_nodes must be from 1 to the {replicas} ranks, found {nodes}")
-    return RankPosition(*divmod(rank, max(1, replicas // nodes)), nodes)
+    return RankPosition(*divmod(rank, replicas // nodes), nodes)
 
 
 def _launched(rank: int, replicas: int) -> RankPosition | None:
@@ -565,52 +570,3 @@ def _launched(rank: int, replicas: int) -> RankPosition | None:
         if said.node is not None and said.local is not None and said.nodes is not None:
             return RankPosition(said.node, said.local, said.nodes)
     return None
-
-
-def node_shares(length: int, nodes: int) -> torch.Tensor:
-    """Return the samples (int64, shape (length,)); those at positions k, k + nodes, ... are node k's.
-
-    Each `nodes` neighbours of the listing go to different nodes, in random order. So every node gets its part
-    of each class in a sorted listing, and of both kinds in one that alternates (left image, right image).
-    """
-    if nodes == 1:
-        return torch.arange(length, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    rows, tail = divmod(length, nodes)
-    # All with dtype and device: the defaults are the training script's, and may differ between runs.
-    shares = torch.arange(length, device="cpu")
-    if rows:  # `nodes` may come from a hostile state: even an empty array of so many columns takes memory
-        within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
-        first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
-        shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
-    shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
-    return shares
-
-
-def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Tensor:
-    """Return the order of an epoch: position p is read by node p mod `nodes`.
-
-    For one node this is `torch.randperm` with that seed.
-
-    Args:
-        exchange: the fraction of each node's samples that another node reads in this epoch. Each of them is
-            swapped along a random ring, so every node gives and gets equally many.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if nodes == 1:
-        return _permutation(length, generator)
-    order = node_shares(length, nodes)
-    for node in range(min(nodes, length)):
-        share = order[node::nodes]
-        order[node::nodes] = share[_permutation(len(share), generator)]
-    rows = length // nodes
-    moving = _permutation(rows, generator)[: round(exchange * rows)]
-    if len(moving):
-        table = order[: rows * nodes].view(rows, nodes)
-        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
-        table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
-    return order
-
-
-def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randperm(length, generator=generator, device="cpu")

@@ -27,19 +27,17 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.metrics.machine import default_device
 from fastload.order.budget_sampler import BudgetSampler
-from fastload.order.mixture_sampler import MixedAt, MixtureSampler, mixed_at
-from fastload.order.sampler import DistributedSampler, ShardSampler
+from fastload.order.mixture_sampler import MixedAt, mixed_at
+from fastload.order.sampler import DistributedSampler
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
 
 
-# Samplers whose order is a function of a length, a seed and a position alone; and of the epoch's number.
-_BY_POSITION = (
-    *(BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler),
-    *(DistributedSampler, ShardSampler, MixtureSampler),
-)
+# Samplers of torch whose order is a function of a length, a seed and a position alone; and those of torch and
+# fastload that make it of the epoch's number.
+_BY_POSITION = (BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
 _BY_EPOCH = (
-    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__, BudgetSampler.__iter__),
+    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__),
     *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__),
 )
 
@@ -100,7 +98,6 @@ class Samplers:
             from its sampler than it gives out. One of the user's own may, so there the state is used as it
             was when the epoch began, and the batches are passed over.
         dealer: `stateful`, if it is fastload's and deals to ranks.
-        counts_batches: its positions, and those of skipped steps, are batches in place of samples.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
@@ -128,7 +125,6 @@ class Samplers:
         self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
         self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
-        self.counts_batches = isinstance(index_sampler, BudgetSampler)
         self.user_defined = not self.tracks_state and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
         )
@@ -136,7 +132,8 @@ class Samplers:
         self.seeded = seed is not None and self._drawing_globally() is not None
         orders = [getattr(type(part), "__iter__", None) for part in parts]
         # The order is a function of the epoch's number, by code of torch's or fastload's.
-        self.known_by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])
+        by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])
+        self.known_by_epoch = by_epoch and getattr(self.last, "_by_epoch", True)
         self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
         dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
         self.replicas = getattr(dealing, "num_replicas", None)
@@ -192,7 +189,7 @@ class Samplers:
     def delivered(self, sampler: SamplerState) -> None:
         """Note the sampler's state after the prefix of the order that was delivered."""
         if self.tracks_state and self.dealer is not None:
-            self.dealer._note_delivered(sampler.state)
+            self.dealer._delivered = sampler.state
 
     def rewind(self) -> bool:
         """Let what was drawn and not delivered be drawn again, by a sampler that does so."""
@@ -201,15 +198,9 @@ class Samplers:
 
     def with_changes(self, sampler: SamplerState) -> SamplerState:
         """Return an earlier state, with what was decided since about the samples after it."""
-        return (
-            sampler
-            if self.dealer is None
-            else replace(sampler, state=self.dealer._with_changes(sampler.state))
-        )
-
-    def changes_since(self, sampler: SamplerState) -> list[tuple[int, list[int]]]:
-        """Return the changes of a mixture's weights since a state, as in `EpochOrder`."""
-        return [] if self.dealer is None else self.dealer._changes_since(sampler.state)
+        if self.dealer is None:
+            return sampler
+        return replace(sampler, state=self.dealer._with_changes(sampler.state))
 
     @property
     def epoch(self) -> int | None:
@@ -230,8 +221,8 @@ class Samplers:
             self.stateful.load_state_dict(copy.deepcopy(saved.state))
 
     def per_step(self, replicas: int | None = None) -> int:
-        """Return the samples of a step over all ranks, see `Segment`; batches where those are counted."""
-        size = 1 if self.single or self.counts_batches else self.batch_size
+        """Return the samples of a step over all ranks, see `Segment`; of a `BudgetSampler` the batches."""
+        size = 1 if self.single or isinstance(self.index_sampler, BudgetSampler) else self.batch_size
         return size * (replicas or self.replicas or 1) if isinstance(size, int) else 1
 
     def is_cut_off(self, index: Any) -> bool:
@@ -307,11 +298,7 @@ class Samplers:
             again.generator.manual_seed(origin.seed)
         elif origin.torch is not None:
             write_generator(again.generator, origin.torch)
-        if sampler is self.index_sampler:
-            return again
-        batches = copy.copy(self.index_sampler)
-        batches.sampler = again
-        return batches
+        return _copied(self.index_sampler, {id(sampler): again})
 
     def _drawing_globally(self) -> Any:
         """Return a sampler of torch that draws from torch's own generator with its first index; else None."""

@@ -32,7 +32,8 @@ def plain(value: Any, *, whole: bool = False) -> Any:
         for field in dataclasses.fields(value):
             entry = getattr(value, field.name)
             if whole or _is_required(field) or entry != _default(field):
-                entries[field.name] = _plain_as(hints[field.name], entry)
+                users = hints[field.name] is Any
+                entries[field.name] = copy.deepcopy(entry) if users else plain(entry)
         return entries
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
@@ -46,10 +47,6 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 def _default(field: dataclasses.Field[Any]) -> Any:
     factory = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
-
-
-def _plain_as(hint: Any, value: Any) -> Any:
-    return copy.deepcopy(value) if hint is Any else plain(value)
 
 
 def read(kind: type[T], value: Any) -> T:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fastload.errors import ArgumentError, FastloadError
+from fastload.order.exclusions import ExclusionsState
 from fastload.order.order import EpochOrder
 from fastload.order.samplers import Origin, SamplerState
 from fastload.order.schema import plain, read
@@ -162,11 +163,11 @@ class State:
     seed: int | None
     sampler: SamplerState
     generators: dict[str, str]
+    digest: DigestState
     samples: Identity = field(default_factory=Identity)
     recipe: dict[str, Any] = field(default_factory=dict)
     history: list[EpochOrder] = field(default_factory=list)
-    exclusions: dict[str, Any] = field(default_factory=dict)
-    digest: dict[str, Any] = field(default_factory=dict)
+    exclusions: ExclusionsState = field(default_factory=ExclusionsState)
     begun: bool = False
     epoch: int = 0
     batches: int = 0
@@ -214,11 +215,6 @@ def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator
     except _DAMAGED as error:
         said = reprlib.repr(error)
         raise ArgumentError(f"{path} is damaged, or a newer fastload wrote it ({said}): {advice}") from error
-
-
-def is_state(value: Any) -> bool:
-    """Return whether this is what `state_dict()` of a loader returned."""
-    return isinstance(value, Mapping) and value.keys() >= _ENTRIES
 
 
 def plain_state(state: State) -> dict[str, Any]:
@@ -309,7 +305,7 @@ def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 def _find(content: Any, way: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """`seen`: the containers so far; a file of torch.save may have one in itself."""
-    if is_state(content):
+    if isinstance(content, Mapping) and content.keys() >= _ENTRIES:
         yield ".".join(way), content
         return
     if not isinstance(content, Mapping | list | tuple) or id(content) in seen:

@@ -19,7 +19,7 @@ from fastload.datasets.store_dataset import check_batches
 from fastload.errors import FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
-from fastload.order.blocks import Blocks
+from fastload.order.permutations import Blocks
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
@@ -281,5 +281,5 @@ class ParquetDataset(ShardDataset):
         return self._prefetchers.get()  # type: ignore[return-value]
 
     def _shuffle_blocks(self) -> Blocks | None:
-        """See `fastload.order.blocks.blocks_of`."""
+        """See `fastload.order.permutations.blocks_of`."""
         return None if self._batches == "rows" else self._files.blocks(self._options)

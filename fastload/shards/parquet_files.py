@@ -32,7 +32,7 @@ from fastload.formats.parquet import (
     statistics,
 )
 from fastload.formats.sample import dump, load
-from fastload.order.blocks import Blocks
+from fastload.order.permutations import Blocks
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of

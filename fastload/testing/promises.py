@@ -222,14 +222,11 @@ def not_promised(why: str) -> NoReturn:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed a block: the process's generators (torch's of the CPU, Python's, numpy's) begin with this seed."""
-    before = GeneratorStates()
-    try:
+    with GeneratorStates():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         yield
-    finally:
-        before.restore()
 
 
 def as_it_is(samples: Any) -> Any:

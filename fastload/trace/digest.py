@@ -13,7 +13,7 @@ import base64
 import re
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from fastload.distributed import find_rank
 from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
-from fastload.order.schema import plain, read
+from fastload.order.samplers import Samplers
 from fastload.order.state import DigestPart, DigestState
 from fastload.workers.batch import LANES
 from fastload.workers.protocol import Fingerprint
@@ -133,10 +133,9 @@ class Digest:
 
     # --- as a part of the loader's state
 
-    def state(self) -> dict[str, Any]:
-        """Return it as JSON of at most 7 kilobytes."""
-        saved: dict[str, Any] = plain(DigestState(**vars(self._part()), earlier=self.earlier))
-        return saved
+    def state(self) -> DigestState:
+        """Return all of it: as JSON at most 7 kilobytes."""
+        return DigestState(**vars(self._part()), earlier=self.earlier)
 
     def _part(self) -> DigestPart:
         """Return all of it but the earlier parts."""
@@ -150,7 +149,7 @@ class Digest:
             trail=base64.b64encode(np.array(self.trail, "<u4").tobytes()).decode(),
         )
 
-    def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+    def load(self, state: DigestState, rank: int, world_size: int) -> None:
         """Go on from what `state` gave.
 
         The part of another rank, or of another number of ranks, is kept as it is, and this rank's begins.
@@ -175,19 +174,15 @@ class Digest:
         )
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Digest:
+    def of(cls, state: DigestState) -> Digest:
         """Return the digest that gave this state.
 
         Raises:
             DecodeError: none did.
         """
-        try:
-            saved = read(DigestState, state)
-            if len(saved.earlier) > _EARLIER:
-                raise ValueError(f"{len(saved.earlier)} earlier parts")
-        except ValueError as error:
-            raise _unreadable(error) from None
-        return replace(cls.of_part(saved), earlier=saved.earlier)
+        if len(state.earlier) > _EARLIER:
+            raise _unreadable(ValueError(f"{len(state.earlier)} earlier parts"))
+        return replace(cls.of_part(state), earlier=list(state.earlier))
 
     @classmethod
     def of_part(cls, part: DigestPart) -> Digest:
@@ -242,13 +237,9 @@ def _sum(text: str) -> int:
 
 def find_part(loader: Any) -> tuple[int, int]:
     """Return (rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers: Sequence[Any] = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    for sampler in samplers:
-        rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
-        if isinstance(rank, int) and isinstance(replicas, int):
-            return rank, replicas
-    return find_rank()
+    samplers = Samplers.of(loader)
+    rank, replicas = samplers.rank, samplers.replicas
+    return (rank, replicas) if isinstance(rank, int) and isinstance(replicas, int) else find_rank()
 
 
 def merged(groups: Iterable[Sequence[Digest]]) -> Digest:

@@ -75,9 +75,12 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
             f"state_dict was saved with a {state.samplers[-1]} of other contents, so the order of the "
             "samples would differ: pass the same list, indices or weights"
         )
-    for name in saved.datasets.keys() & own.datasets.keys():
-        before, now = saved.datasets[name], own.datasets[name]
-        source = f"source {name!r} has" if name else "the dataset has"
+    pairs = [
+        (f"source {name!r} has" if name else "the dataset has", name, before, own.datasets[name])
+        for name, before in saved.datasets.items()
+        if name in own.datasets
+    ]
+    for source, name, before, now in pairs:
         for what in _LIKE:
             texts = getattr(before, what), getattr(now, what)
             if None not in texts and texts[0] != texts[1]:
@@ -90,20 +93,14 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
             )
     if check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
         return
-    for name in saved.datasets.keys() & own.datasets.keys():
-        before, now = saved.datasets[name], own.datasets[name]
+    for source, name, before, now in pairs:
         if before.type == now.type and before.listing is not None and now.listing is not None:
-            _check_listing(name, before.listing, now.listing, changes_since(loader, state, name))
-
-
-def _check_listing(name: str, before: tuple[str, str], now: tuple[str, str], since: str) -> None:
-    """Compare the digests of two listings: other keys are refused, and other versions told."""
-    source = f"source {name!r} has" if name else "the dataset has"
-    if before[0] != now[0]:
-        _refuse(source, "keys", since)
-    if before[1] != now[1]:
-        change = f"{source} objects that were copied or written again since{since}"
-        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+            since = changes_since(loader, state, name)
+            if before.listing[0] != now.listing[0]:
+                _refuse(source, "keys", since)
+            if before.listing[1] != now.listing[1]:
+                change = f"{source} objects that were copied or written again since{since}"
+                warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=4)
 
 
 def _refuse(source: str, what: str, since: str) -> NoReturn:

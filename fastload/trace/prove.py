@@ -90,8 +90,7 @@ def prove(a: Any, b: Any) -> Proof:
         side.check_begin(other)
     if left.logged and right.logged:
         return _compare_logs(left, right)
-    ends = [side.digest(None).steps for side in (left, right) if not side.logged]
-    return _compare_states(left, right, min(ends))
+    return _compare_states(left, right)
 
 
 # --- logs
@@ -172,38 +171,27 @@ def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
 # --- states
 
 
-def _compare_states(a: Side, b: Side, steps: int) -> Proof:
-    if a.uneven or b.uneven:
-        return _compare_finished(a, b)
+def _compare_states(a: Side, b: Side) -> Proof:
+    """Compare sides of which one has no logs. Where ranks of one are ahead: what all have finished."""
+    uneven = [side for side in (a, b) if side.uneven]
+    steps = None if uneven else min(side.digest(None).steps for side in (a, b) if not side.logged)
     digest_a, digest_b = a.digest(steps), b.digest(steps)
-    if digest_a.batch != digest_b.batch:
+    if digest_a.batch != digest_b.batch and not uneven:
         return _compare_epochs(a, b, a.digest(None), b.digest(None))
-    if (digest_a.steps, digest_a.sums) == (digest_b.steps, digest_b.sums):
+    if digest_a.sums == digest_b.sums and (uneven or digest_a.steps == digest_b.steps):
         return _same(digest_a.steps, a, b, a.digest(None).steps, b.digest(None).steps)
     ends_a, ends_b = _before(digest_a), _before(digest_b)
     begun, passed = 0, 0
     for epoch in sorted(ends_a.keys() & ends_b.keys()):
-        if ends_a[epoch] != ends_b[epoch]:
-            return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
-        begun, passed = epoch, ends_a[epoch].steps
-    return _compare_last(a, b, digest_a, digest_b, begun, passed)
-
-
-def _compare_finished(a: Side, b: Side) -> Proof:
-    """Compare states of which some ranks are ahead: the epochs that all of them have finished."""
-    digest_a, digest_b = a.digest(None), b.digest(None)
-    if digest_a.sums == digest_b.sums:
-        return _same(digest_a.steps, a, b, digest_a.steps, digest_b.steps)
-    ends_a, ends_b = _before(digest_a), _before(digest_b)
-    begun = 0
-    for epoch in sorted(ends_a.keys() & ends_b.keys()):
-        if any(side.uneven and epoch > side.finished for side in (a, b)):
+        if any(epoch > side.finished for side in uneven):
             break
         if ends_a[epoch] != ends_b[epoch]:
             return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
-        begun = epoch
-    name = (a if a.uneven else b).name
-    raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
+        begun, passed = epoch, ends_a[epoch].steps
+    if uneven:
+        name = uneven[0].name
+        raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
+    return _compare_last(a, b, digest_a, digest_b, begun, passed)
 
 
 def _before(digest: Digest) -> dict[int, EpochSums]:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -433,7 +433,9 @@ def _open_dataset(
     if "why" in made:
         why = f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
         return range(length), why
-    where, kind = made["url"] if url is None else url, getattr(fastload, _known(made["class"]))
+    if made["class"] not in _DATASETS:
+        raise ValueError(f"the dataset {made['class']!r}")
+    where, kind = made["url"] if url is None else url, getattr(fastload, made["class"])
     arguments = {name: _parsed(value) for name, value in made["arguments"].items()}
     refused = sorted((arguments.keys() & _REFUSED) | (arguments.keys() - inspect.signature(kind).parameters))
     if refused:
@@ -470,12 +472,6 @@ def _open_dataset(
     if None not in (versions, made["versions"]) and versions != made["versions"]:
         notes.append("objects were written again or copied since the state was saved: pixels may differ")
     return dataset, None
-
-
-def _known(name: Any) -> str:
-    if name not in _DATASETS:
-        raise ValueError(f"the dataset {name!r}")
-    return str(name)
 
 
 def _new_transform(made: Mapping[str, Any] | None) -> Any:
@@ -516,13 +512,9 @@ def _new_normalize(made: Mapping[str, Any] | None) -> Normalize | None:
             f"the state has Normalize of {dtype!r} and {layout!r}, which this fastload does not know"
         )
     return Normalize(
-        _floats(made["mean"]),
-        _floats(made["std"]),
+        [float(value) for value in made["mean"]],
+        [float(value) for value in made["std"]],
         dtype=getattr(torch, dtype),
         channels_last=made["channels_last"],
         memory_format=None if layout is None else getattr(torch, layout),
     )
-
-
-def _floats(values: Sequence[Any]) -> list[float]:
-    return [float(value) for value in values]

@@ -126,7 +126,10 @@ class Failure(NamedTuple):
         try:
             if isinstance(error, FastloadError) and not self.text:
                 raise error from None
-            if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
+            one_text = error is None or (
+                len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
+            )
+            if isinstance(error, FastloadError) or not one_text:
                 raise error from RuntimeError(text)
             raise _rebuilt(error, kind, text)
         finally:

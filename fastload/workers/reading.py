@@ -11,7 +11,7 @@ import contextlib
 import logging
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -101,15 +101,12 @@ class ReadAhead:
         try:
             with noted_prefetches(notes):
                 self._rows.prefetch(self._indices(index))
-        except Exception:
+        except BaseException as error:
             self.cancel(index)
-            if self._rows.override is None:
+            if self._rows.override is None or not isinstance(error, Exception):
                 raise
             # The user's `__getitem__` may accept an index that the dataset below has no sample for.
             self._unused = _UNUSED
-        except BaseException:
-            self.cancel(index)
-            raise
         finally:
             current_reader.reset(before)
         for dataset, _ in notes:
@@ -224,7 +221,8 @@ class SampleReader:
         if self._bulk and self._seeds is None:
             try:
                 with self._counters.timed("decode"):
-                    samples = self._many(index, tasks)
+                    many = partial(self._dataset.__getitems__, index)
+                    samples = many() if self._threads is None or not tasks else self._threads.result(tasks[0])
                 self._counters.add("decode.samples", len(indices))
                 return samples, indices
             except Exception as error:
@@ -256,69 +254,55 @@ class SampleReader:
         """Return samples that the datasets count themselves."""
         return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
 
-    def _many(self, index: Any, tasks: list[Task]) -> Any:
-        if tasks and self._threads is not None:
-            return self._threads.result(tasks[0])
-        return self._dataset.__getitems__(index)
-
     # --- each fills some rows
 
     def _fill(self, parts: list[Any], requests: RowRequests) -> RowErrors:
-        errors: RowErrors = []
-        seeds = self._seeds
+        seeds, makes = self._seeds, [partial(self._sample, index) for _, index in requests]
         if seeds is not None and requests:
             seeds.begin_batch(requests[0][1])
-        with self._counters.timed("decode"):
-            for row, index in requests:
-                try:
-                    if seeds is None:
-                        parts[row] = self._sample(index)
-                    elif row != requests[-1][0]:
-                        parts[row] = seeds.call(index, self._sample, index)
-                    else:  # `collate_fn` draws from the state after the last sample
-                        seeds.set(index)
-                        parts[row] = self._sample(index)
-                except Exception as error:
-                    errors.append((row, error))
-                    if self._errors.on_error == "raise":
-                        break
-        return errors
+            makes = [partial(seeds.call, index, self._sample, index) for _, index in requests[:-1]]
+            last = requests[-1][1]  # `collate_fn` draws from the state after it
+            makes.append(partial(self._make_seeded, partial(self._sample, last), last))
+        return self._fill_each(parts, requests, makes)
 
     def _fill_from_rows(self, parts: list[Any], requests: RowRequests, seed: int, epoch: int) -> RowErrors:
-        errors: RowErrors = []
         with self._seeds or contextlib.nullcontext():
             made = self._rows.prepare([index for _, index in requests], seed, epoch)
-        with self._counters.timed("decode"):
-            for (row, index), make in zip(requests, made, strict=True):
-                try:
-                    if self._seeds is not None:
-                        # Not `call`, which may make a sample twice: functions may change the row in place.
-                        self._seeds.set(index)
-                    parts[row] = _checked(make, index)
-                except Exception as error:
-                    errors.append((row, error))
-                    if self._errors.on_error == "raise":
-                        break
-        return errors
+        # Not `seeds.call`, which may make a sample twice: functions may change the row in place.
+        makes = [
+            partial(self._make_seeded, partial(_checked, make, index), index)
+            for (_, index), make in zip(requests, made, strict=True)
+        ]
+        return self._fill_each(parts, requests, makes)
+
+    def _make_seeded(self, make: Callable[[], Any], index: Any) -> Any:
+        if self._seeds is not None:
+            self._seeds.set(index)
+        return make()
 
     def _fill_from_threads(self, parts: list[Any], requests: RowRequests, tasks: list[Task]) -> RowErrors:
-        errors: RowErrors = []
         assert self._threads is not None
         if tasks:
             mine, tasks[:] = tasks[:], []  # substitutes of bad samples are new
         else:
             mine = [self._submit(index, last=row == requests[-1][0]) for row, index in requests]
         try:
-            with self._counters.timed("decode"):
-                for (row, _), task in zip(requests, mine, strict=True):
-                    try:
-                        parts[row] = self._threads.result(task)
-                    except Exception as error:
-                        errors.append((row, error))
-                        if self._errors.on_error == "raise":
-                            break
+            return self._fill_each(parts, requests, [partial(self._threads.result, task) for task in mine])
         finally:
             self._threads.cancel(mine)
+
+    def _fill_each(
+        self, parts: list[Any], requests: RowRequests, makes: Sequence[Callable[[], Any]]
+    ) -> RowErrors:
+        errors: RowErrors = []
+        with self._counters.timed("decode"):
+            for (row, _), make in zip(requests, makes, strict=True):
+                try:
+                    parts[row] = make()
+                except Exception as error:
+                    errors.append((row, error))
+                    if self._errors.on_error == "raise":
+                        break
         return errors
 
     # --- one sample

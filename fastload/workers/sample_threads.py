@@ -39,12 +39,18 @@ class TurnOver(BaseException):
 
 
 class GeneratorStates:
-    """The states of torch's CPU generator, Python's and numpy's, as they are now."""
+    """The states of torch's CPU generator, Python's and numpy's, as they are now; `with` puts them back."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
+
+    def __enter__(self) -> GeneratorStates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def changed(self) -> bool:
         """Return whether one of them has drawn, or was seeded, since."""

@@ -42,14 +42,7 @@ from fastload.metrics.machine import memory_file
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 Bytes = npt.NDArray[np.uint8]
@@ -119,14 +112,6 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(stride))
 
 
 @dataclass
@@ -273,7 +258,7 @@ class SlotPool:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous tensor in the slot of the current batch."""
-        stride = contiguous_stride(shape)
+        stride = torch.empty(tuple(shape), device="meta").stride()
         slot, offset = self._reserve(extent(shape, stride) * dtype.itemsize)
         return tensor_over(self._lease(slot), offset, dtype, shape, stride)
 
@@ -506,8 +491,8 @@ class SlotMap:
 
     def take_returned(self) -> tuple[list[int], list[int]]:
         """Return (slots that the worker may use again, slots that it must not), since the last call."""
-        released = _emptied(self._leases.released)
-        given_up = _emptied(self._leases.given_up)
+        queues = (self._leases.released, self._leases.given_up)  # finalizers append to them at any moment
+        released, given_up = ([ids.popleft() for _ in range(len(ids))] for ids in queues)
         for slot_id in given_up:
             self._memory.pop(slot_id, None)
         return released, given_up
@@ -531,10 +516,3 @@ class SlotMap:
         self._leases.begin(slot_id)
         weakref.finalize(lease, self._leases.end, slot_id).atexit = False
         return lease
-
-
-def _emptied(ids: deque[int]) -> list[int]:
-    found = []
-    while ids:
-        found.append(ids.popleft())
-    return found

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -243,8 +243,9 @@ class ThisProcess(Workers):
     def _make(self, work: Work) -> Arrival:
         arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
         if arrival.failure is None:
+            states = GeneratorStates() if self._keeps_globals else None
             try:
-                with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
+                with states or contextlib.nullcontext():
                     batch = self._source.make_batch(work.index, encoded=work.encoded)
                 arrival.load = lambda: batch
                 arrival.fingerprint = self._source.fingerprint
@@ -285,13 +286,3 @@ def allocator(*, pinned: bool) -> Allocate:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
 
     return allocate
-
-
-@contextlib.contextmanager
-def _kept_globals() -> Iterator[None]:
-    """Put the process-wide generators back, whatever is drawn or seeded inside."""
-    states = GeneratorStates()
-    try:
-        yield
-    finally:
-        states.restore()

@@ -483,7 +483,7 @@ def test_loaded_state_replaces_the_rules_and_says_what_is_lost() -> None:
         one.load_state_dict(state)
     assert 3 in {index for batch in one for index, _ in batch}
     state["exclusions"] = {"excluded": [{"from": 1}], "skipped": []}
-    with pytest.raises(ArgumentError, match="'exclusions' that no loader has made"):
+    with pytest.raises(ArgumentError, match="is damaged"):
         one.load_state_dict(state)
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fastload.order.blocks import Blocks, block_order
+from fastload.order.permutations import Blocks, block_order
 
 
 def block_of(counts: tuple[int, ...]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -204,6 +205,35 @@ def test_weights_that_are_integers_of_numpy_are_numbers_and_do_not_overflow(kind
     assert (read.count("a"), read.count("b")) == (9, 20)
 
 
+def test_weights_that_are_set_after_a_resume_or_a_break_take_the_place_of_those_that_were_to_come() -> None:
+    def ahead(state: dict[str, Any] | None) -> tuple[Mixture, MixtureSampler, dict[str, Any]]:
+        """A run that has drawn 6 samples more than it has delivered, from a state on."""
+        mixture = Mixture(sources(a=9, b=9), [1, 1], num_samples=40)
+        sampler = MixtureSampler(mixture)
+        if state is not None:
+            sampler.load_state_dict(state)
+        delivered = sampler._delivered = sampler.state_dict()
+        list(itertools.islice(sampler, 6))
+        return mixture, sampler, delivered
+
+    def places(sampler: MixtureSampler, state: dict[str, Any]) -> list[int]:
+        return [at for at, _ in sampler._with_changes(state)["changes"]]
+
+    mixture, sampler, delivered = ahead(None)
+    mixture.weights = [1, 3]
+    assert places(sampler, delivered) == [6]
+    saved = sampler._with_changes(delivered)
+
+    resumed = MixtureSampler(Mixture(sources(a=9, b=9), [1, 1], num_samples=40))
+    resumed.load_state_dict(saved)
+    resumed._mixture.set_weights([1, 2])
+    assert places(resumed, saved) == [0]
+
+    sampler._rewind()
+    assert places(sampler, sampler.state_dict()) == []
+    assert mixture.weights == {"a": 0.25, "b": 0.75}
+
+
 class History:
     """A run of some ranks that is killed, resumed, left and changed at random, beside the simulation."""
 
@@ -254,7 +284,7 @@ class History:
         """As a loader does: it says what it has handed out from the beginning on."""
         for sampler in self.samplers:
             sampler._start_epoch()
-            sampler._note_delivered(sampler.state_dict())
+            sampler._delivered = sampler.state_dict()
         self.iterators = [iter(sampler) for sampler in self.samplers]
         self.states = [self.samplers[0].state_dict()]
 
@@ -338,7 +368,7 @@ class History:
             return
         state, simulation = self.handed_out(), self.simulation
         for sampler in self.samplers:
-            sampler._note_delivered(state)
+            sampler._delivered = state
             sampler._rewind()
             sampler._start_epoch()
         later = [when for when in simulation.changes if when >= state["drawn"]]

@@ -192,7 +192,7 @@ def test_evidence_that_proves_nothing_is_refused(tmp_path: Path) -> None:
         (tmp_path / "empty", "has no sample log"),
         (tmp_path / "absent", "cannot be read"),
         (7, "found int"),
-        ({**fresh, "digest": {"rank": 0}}, "cannot read"),
+        ({**fresh, "digest": {"rank": 0}}, "is damaged"),
         ({**fresh, "version": 1}, "a: the dict has version 1, this fastload reads version 2"),
         ({key: fresh[key] for key in fresh if key != "digest"}, "a: the dict lacks \\['digest'\\]"),
     ]
