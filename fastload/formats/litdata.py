@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.mds import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
 from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets, framed_size
+from fastload.formats.values import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
 
 _IMAGES = ("jpeg", "image")
 

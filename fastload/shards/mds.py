@@ -16,7 +16,6 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import (
     IMAGES,
     MDSShard,
-    as_pil,
     encodings,
     opener,
     parse_shard,
@@ -24,6 +23,7 @@ from fastload.formats.mds import (
     split_values,
     table_size,
 )
+from fastload.formats.values import as_pil
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
