@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
@@ -20,13 +19,12 @@ from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
+from fastload.datasets.store_dataset import StoreDataset, check_on_change, override_of
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
 from fastload.images.transforms import all_transforms
-from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
@@ -116,6 +114,7 @@ class ObjectDataset(StoreDataset):
         self._payloads = ObjectPayloads(kept_in, decode, images=images)
         self._payloads.check_transform(transform)
         self._store = open_store(url, **checked_options(storage_options))
+        self._budget = self._store.budget
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
                 f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "
@@ -169,19 +168,11 @@ class ObjectDataset(StoreDataset):
             self._store.identity, manifest.key(item), version, *payloads.key, codec=payloads.codec
         )
 
-    def _some_keys(self) -> list[bytes]:
-        n = len(self._manifest)
-        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
-
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         return self._manifest.identities(records)
 
     def _listed(self) -> tuple[Listings, Manifest]:
         return self._listings, self._manifest
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._store.budget
 
     # --- images, and their transforms
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ from fastload.store.node import ProcessLocal
 if TYPE_CHECKING:
     from fastload.datasets.columns import ColumnSource
 
-SOME = 256  # records that stand for all
+_SOME = 256  # records that stand for all
 
 
 # Arguments that a dataset holds a reference to anyway; others, as tables and keys, may be long or be used up.
@@ -80,7 +81,7 @@ class StoreDataset(Dataset[Any]):
     _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     _computed: ClassVar[dict[str, str]] = {}
     # Attributes on which no sample depends: what reading has learned, and what follows from the others.
-    _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_builder", "counters"})
+    _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_budget", "_builder", "counters"})
     # Errors of a sample, for `on_error` to decide on: all, where the user's `decode` runs for a row.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
 
@@ -88,6 +89,7 @@ class StoreDataset(Dataset[Any]):
     _payloads: ObjectPayloads
     _builder: SampleBuilder
     _amount: tuple[int, int | None] = 0, None  # bytes of all samples; their number where it is known
+    _budget: RequestBudget | None = None  # of all processes of this trainer; None: a directory
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StoreDataset:
         """Make a dataset that knows its arguments (see `arguments_of`); a copy gets those of the other."""
@@ -273,9 +275,9 @@ class StoreDataset(Dataset[Any]):
     def _cache_key(self, item: int) -> bytes:
         """Return the cache key of an object."""
 
-    @abstractmethod
     def _some_keys(self) -> list[bytes]:
         """Return the cache keys of a few objects: the same each time."""
+        return list(map(self._cache_key, some_of(len(self))))  # type: ignore[arg-type]
 
     @abstractmethod
     def _new_builder(self, transform: Transform) -> SampleBuilder:
@@ -303,11 +305,6 @@ class StoreDataset(Dataset[Any]):
         """See `View.listed`."""
         listed = self._listed()
         return None if listed is None else listed[1].digests
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        """What was asked of the store, by all processes of this trainer; None: it is a directory."""
-        return None
 
     def _check_transform(self, transform: Any) -> None:
         """Raise `ArgumentError` for a transform that needs more of an image than the cache keeps."""
@@ -459,6 +456,11 @@ class StoreDataset(Dataset[Any]):
         if isinstance(error, FastloadError) and error.key is None and record is not None:
             error.key = self._name(record)
         return error
+
+
+def some_of(count: int) -> list[int]:
+    """Return a few of so many numbers, which stand for all: the same each time."""
+    return random.Random(0).sample(range(count), min(_SOME, count))
 
 
 def override_of(dataset: Any) -> str | None:

@@ -9,7 +9,6 @@ An object is a number for the prefetcher, see `RowObjects`.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -27,12 +26,11 @@ from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
+from fastload.datasets.store_dataset import StoreDataset, check_batches, check_on_change, some_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.ranges import RangeSource, record_name, split_name
 from fastload.fetch.reads import ObjectSource
 from fastload.store import open_store, with_budget
-from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 from fastload.store.node import ProcessLocal
@@ -158,7 +156,7 @@ class TableDataset(StoreDataset):
                 "the column 'image' names"
             )
         options = with_budget(storage_options)
-        self._requests: RequestBudget = options["budget"]
+        self._budget = options["budget"]
         self._read(table, options, Listings.of(kept_in, listing_max_age))
         self.transform = transform
         self._check_transform(transform)
@@ -237,8 +235,6 @@ class TableDataset(StoreDataset):
 
     # --- the layout
 
-    _passing: ClassVar[frozenset[str]] = StoreDataset._passing | {"_requests"}
-
     @property
     def _objects_of_sample(self) -> int:  # type: ignore[override]
         return max(1, -(-len(self._rows) // self._count)) if self._files else 1
@@ -248,10 +244,6 @@ class TableDataset(StoreDataset):
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
         return (self._listings, self._manifest) if self._files else None
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._requests
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return that of its objects and their versions, and of its values in the table."""
@@ -312,8 +304,7 @@ class TableDataset(StoreDataset):
 
     def _some_keys(self) -> list[bytes]:
         n, distinct = len(self._manifest), self._distinct
-        some = random.Random(0).sample(range(distinct), min(SOME, distinct))
-        return [self._cache_key(number * n // distinct) for number in some]
+        return [self._cache_key(number * n // distinct) for number in some_of(distinct)]
 
     @property
     def _total_bytes(self) -> int:

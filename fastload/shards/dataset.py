@@ -21,7 +21,7 @@ from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.store_dataset import StoreDataset, some_of
 from fastload.datasets.warm import ToRead, Warmed
 from fastload.fetch.ranges import record_name, split_name
 from fastload.fetch.reads import Source
@@ -38,7 +38,6 @@ from fastload.shards.records import (
     RecordSource,
 )
 from fastload.shards.stream import ShuffledStream, StreamedRecord
-from fastload.store.budget import RequestBudget
 from fastload.store.failures import sleep
 from fastload.store.node import ProcessLocal
 
@@ -101,6 +100,7 @@ class ShardDataset(StoreDataset):
         self._form = form
         self._payloads = RecordPayloads(cache, fields, decode, transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
+        self._budget = self._shards.store.budget
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
         if form.index_files is not None:
@@ -114,10 +114,6 @@ class ShardDataset(StoreDataset):
         self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
 
     _passing = StoreDataset._passing | {"_index", "_reads_at_random", "_hint"}
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._shards.store.budget
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:
@@ -349,8 +345,7 @@ class ShardDataset(StoreDataset):
 
     def _some_keys(self) -> list[bytes]:
         """Return the keys of the first records of some shards that are indexed."""
-        some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
-        tables = {shard: self._index.get(shard) for shard in some}
+        tables = {shard: self._index.get(shard) for shard in some_of(len(self._shards))}
         return [
             self._cache_key(RecordId(shard, 0).pack())
             for shard, table in tables.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +17,7 @@ from fastload.checks import check_index, shorten_errors, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
-from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.fetch.ranges import record_name
@@ -121,6 +120,7 @@ class TokenDataset(StoreDataset):
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
         self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap, documents)
+        self._budget = shards.store.budget
         self.transform = None
         self.cache = kept_in if shards.cacheable else None  # a warning has said why
         if documents is not None and not self._corpus.samples:
@@ -169,10 +169,6 @@ class TokenDataset(StoreDataset):
     def _cache_key(self, record: int) -> bytes:
         assert self.cache is not None
         return self.cache.key(TOKENS.code, *self._corpus.key(record))
-
-    def _some_keys(self) -> list[bytes]:
-        n = self._corpus.samples
-        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
 
     def _new_builder(self, transform: Any) -> SampleBuilder:
         if transform is not None:
