@@ -174,25 +174,16 @@ class ShardDataset(StoreDataset):
         """
         if not self._form.can_stream:
             return self.warm(self._records_of(shards))
-        return self._filling().run(shards)
+        return ShardFilling(self._indexed(), self._cache_to_fill()).run(shards)
 
     def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """Return what `_warm_shards` has to read. Raises as `warm`."""
         if not self._form.can_stream:
             return self._left_to_warm(self._records_of(shards))
-        return self._filling().left(shards)
+        return ShardFilling(self._indexed(), self._cache_to_fill()).left(shards)
 
     def _records_of(self, shards: Iterable[int]) -> Iterator[int]:
         return (record for shard in shards for record in self._index.records_of(shard))
-
-    def _filling(self) -> ShardFilling:
-        return ShardFilling(
-            self._indexed(),
-            self._cache_to_fill(),
-            prepare=self._payloads.encode,
-            key=self._cache_key_at,
-            counters=self.counters,
-        )
 
     # --- read ahead
 
@@ -252,10 +243,18 @@ class ShardDataset(StoreDataset):
     # --- what `StoreDataset` asks for
 
     def _source(self) -> Source:
-        return RecordSource(self._indexed(), self._cache_key_at)
+        return RecordSource(self._indexed())
 
     def _indexed(self) -> IndexedShards:
-        return IndexedShards(self._shards, self._form, self._index, self._blocks())
+        return IndexedShards(
+            self._shards,
+            self._form,
+            self._index,
+            self._cache_key_at,
+            self._payloads.encode,
+            self.counters,
+            self._blocks(),
+        )
 
     def _record(self, index: int) -> int:
         """Return the packed `RecordId` of a sample's number, or of an id that a stream has delivered."""
@@ -357,24 +356,6 @@ class ShardDataset(StoreDataset):
     def _streams(self) -> ShardStreams:
         return ShardStreams(self)
 
-    def _must_stream(self) -> bool:
-        if not self._reads_at_random:
-            self._reads_at_random = self._index.complete() and self._random_pays()
-        return not self._reads_at_random
-
-    def _open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
-        here = self._here.get()
-        here.streams[:] = [stream for stream in here.streams if not stream.closed]
-        here.streams.append(self._opener().open(state, self._add_pending))
-        return here.streams[-1]
-
-    def _add_pending(self, found: StreamedRecord) -> int:
-        record = RecordId(found.shard, found.ordinal).pack()
-        if found.record.error is not None:
-            found.record.error.key = record_name(self._shards[found.shard].key, found.record.offset)
-        self._here.get().pending.add(record, found)
-        return record
-
     def _keep(self, found: StreamedRecord, payload: Any) -> None:
         if self.cache is not None:
             wait = _COMPRESSED_PATIENCE if found.compressed else 0.0
@@ -386,16 +367,6 @@ class ShardDataset(StoreDataset):
 
     def _new_here(self) -> _Here:
         return _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, {}, [])
-
-    def _opener(self) -> EpochStreams:
-        return EpochStreams(
-            self._indexed(),
-            self.cache,
-            key=self._cache_key_at,
-            read_again=self._read_again,
-            options=self._options,
-            counters=self.counters,
-        )
 
     def _blocks(self) -> RecordBlocks | None:
         """Return the blocks that records are read in, where they cannot be read one by one."""
@@ -420,16 +391,21 @@ class ShardStreams:
         return self._dataset._indexed_length()
 
     def must_stream(self) -> bool:
-        return self._dataset._must_stream()
+        dataset = self._dataset
+        if not dataset._reads_at_random:
+            dataset._reads_at_random = dataset._index.complete() and dataset._random_pays()
+        return not dataset._reads_at_random
 
     def plan_streams(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
     ) -> list[dict[str, Any]]:
-        opener = self._dataset._opener()
-        return opener.plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+        return self._epochs().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
     def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
-        return self._dataset._open_stream(state)
+        here = self._dataset._here.get()
+        here.streams[:] = [stream for stream in here.streams if not stream.closed]
+        here.streams.append(self._epochs().open(state, self._hold))
+        return here.streams[-1]
 
     def known_indexes(self) -> dict[int, bytes]:
         self._dataset._index.complete()  # looks for those of other processes
@@ -437,3 +413,15 @@ class ShardStreams:
 
     def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
         self._dataset._index.load(indexes)
+
+    def _epochs(self) -> EpochStreams:
+        dataset = self._dataset
+        return EpochStreams(dataset._indexed(), dataset.cache, dataset._options, dataset._read_again)
+
+    def _hold(self, found: StreamedRecord) -> int:
+        """Let a record wait for its sample; return its packed `RecordId`."""
+        record = RecordId(found.shard, found.ordinal).pack()
+        if found.record.error is not None:
+            found.record.error.key = record_name(self._dataset._shards[found.shard].key, found.record.offset)
+        self._dataset._here.get().pending.add(record, found)
+        return record

@@ -17,7 +17,6 @@ from fastload.cache import Cache
 from fastload.checks import parse_size, whole_number
 from fastload.errors import ArgumentError
 from fastload.fetch.threads import ReadPool, process_share
-from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.shards.index import RecordId
 from fastload.shards.reader import CachedReader, ReadAhead
@@ -50,9 +49,6 @@ class StreamPlan(NamedTuple):
     per_rank: int
     split: bool
     listing: str
-
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
 
     def spans(self, units: Sequence[Span], weights: Sequence[int]) -> list[Span]:
         """Return what this stream reads, in order.
@@ -138,29 +134,22 @@ class EpochStreams:
     Args:
         shards: what to read.
         cache: a shard of which it has all records is not read again; or None.
-        key: (shard, offset) -> cache key.
-        read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
         options: of all streams.
-        counters: get.* are added here.
+        read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
     """
 
     def __init__(
         self,
         shards: IndexedShards,
         cache: Cache | None,
-        *,
-        key: Callable[[int, int], bytes],
-        read_again: Callable[[int], Any],
         options: StreamOptions,
-        counters: Counters,
+        read_again: Callable[[int], Any],
     ) -> None:
         self._indexed = shards
         self._shards, self._index, self._blocks = shards.listed, shards.index, shards.blocks
         self._cache = cache
-        self._key = key
-        self._read_again = read_again
         self._options = options
-        self._counters = counters
+        self._read_again = read_again
         self._listing = self._shards.digest
         if self._blocks is not None:
             self._listing += f" {self._blocks.key}"
@@ -184,7 +173,7 @@ class EpochStreams:
             StreamPlan(seed, epoch, shuffle, stream, streams, count, split, self._listing)
             for stream in range(rank * count, (rank + 1) * count)
         ]
-        return [{"plan": plan.to_json(), "at": None} for plan in plans]
+        return [{"plan": plan._asdict(), "at": None} for plan in plans]
 
     def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream[int]:
         """Return the stream from `state` on.
@@ -217,7 +206,7 @@ class EpochStreams:
         reading = readers if plan.shuffle else readers + spare
         ahead = ReadAhead.of(most_bytes, reading)
         requests = reading * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
-        pool = ReadPool(max(1, min(requests, limit.most)), self._counters)
+        pool = ReadPool(max(1, min(requests, limit.most)), self._indexed.counters)
         interleave = Interleave(
             self._spans(plan),
             functools.partial(self._open_reader, pool, ahead),
@@ -226,7 +215,7 @@ class EpochStreams:
             position=None if at is None else at["position"],
         )
         return ShuffledStream(
-            plan.to_json(),
+            plan._asdict(),
             interleave,
             pool,
             hold,
@@ -254,7 +243,7 @@ class EpochStreams:
                 records.offset_of(ordinal) if offset is None else offset,
                 len(records.offsets) if span.stop is None else span.stop,
                 self._cache,
-                functools.partial(self._key, span.shard),
+                functools.partial(self._indexed.key, span.shard),
                 lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
             )
             if cached.complete():

@@ -73,12 +73,18 @@ class IndexedShards:
         listed: the shards.
         form: of them.
         index: as far as there is one.
+        key: (shard, offset) -> cache key.
+        encode: payload -> what the cache keeps; None: the payload.
+        counters: get.* are added here.
         blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     listed: ShardList
     form: ShardFormat
     index: ShardIndex
+    key: Callable[[int, int], bytes]
+    encode: Callable[[Any], Any] | None
+    counters: Counters
     blocks: RecordBlocks | None = None
 
     def open_reader(
@@ -119,13 +125,12 @@ class RecordSource(Source):
 
     Args:
         shards: those whose records are asked for are indexed.
-        key: (shard, offset) -> cache key.
     """
 
-    def __init__(self, shards: IndexedShards, key: Callable[[int, int], bytes]) -> None:
+    def __init__(self, shards: IndexedShards) -> None:
         self._shards, self._form, self._index = shards.listed, shards.form, shards.index
         self.store = self._shards.store
-        self._key = key
+        self._key = shards.key
 
     def name(self, index: int) -> str:
         where = self._where(index)
