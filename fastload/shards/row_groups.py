@@ -30,7 +30,7 @@ from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
-from fastload.formats.sample import dump_row, load_row
+from fastload.formats.sample import dump, load
 from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId
@@ -61,7 +61,7 @@ class Rows:
 
     def record(self, ordinal: int) -> memoryview:
         at = self._positions[ordinal - self._first]
-        return dump_row({name: values[at] for name, values in self._columns.items()})
+        return dump({name: values[at] for name, values in self._columns.items()})
 
 
 class RowGroups:
@@ -434,7 +434,9 @@ class ParquetFields(RecordFields):
         FieldTransforms(transform).check(list(self.columns), images, NAME_IT)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
-        row = load_row(payload)
+        row = load(payload)
+        if not isinstance(row, dict):
+            raise DecodeError("not a cached row")
         for column in self._files:
             if isinstance(row[column], str):
                 raise DecodeError(
