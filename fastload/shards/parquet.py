@@ -185,8 +185,7 @@ class ParquetDataset(ShardDataset):
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
         self._batches = batches
-        decoders = decode if isinstance(decode, Mapping) else {}
-        self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
+        self._named_fields = named = ParquetFields(self._files.schema, shape, decode)
         columns = batches == "columns"
         if columns:
             from fastload.shards.column_groups import forms_of

@@ -21,22 +21,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fastload.checks import refuse_class
 from fastload.datasets.arrow import is_numeric, to_python, why_not_number
-from fastload.datasets.sample_fields import RecordFields, Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_transforms import FieldTransforms
-from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
 from fastload.formats.sample import dump, load
-from fastload.images.decode import is_image
+from fastload.images.decode import decode_pil, is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId
 from fastload.shards.parquet_files import Numbers, ParquetFiles
 from fastload.shards.reader import PIECES
-from fastload.shards.record_fields import NAME_IT
+from fastload.shards.record_fields import NAME_IT, Column, ColumnFields
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
 
@@ -386,87 +385,70 @@ def column_values(column: Any) -> list[Any]:
     return values
 
 
-class ParquetFields(RecordFields):
-    """The columns of a row.
+class ParquetFields(ColumnFields):
+    """The columns of a row, of which its values say whether they are images.
 
     Args:
         schema: of the columns that are read.
-        shape: of the samples; None: a dict of all columns.
-        decoders: column -> function that replaces the value.
-
-    Attributes:
-        columns: name of a field -> its column.
-
-    Raises:
-        ArgumentError: `decoders` names a column that is not read.
+        shape, decode: as of `ColumnFields`.
     """
 
-    def __init__(
-        self, schema: Any, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]
-    ) -> None:
-        for name, function in decoders.items():
-            refuse_class(f"decode[{name!r}]", function)
-        self.shape = shape
-        self._decoders = dict(decoders)
-        self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
-        self.columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
-        unknown = sorted(self._decoders.keys() - set(self.columns.values()))
-        if unknown:
-            raise ArgumentError(
-                f"decode names {unknown[0]!r}, and the columns that are read are {', '.join(schema.names)}"
-            )
+    def __init__(self, schema: Any, shape: Shape | None, decode: Any) -> None:
         kinds = {field.name: field.type for field in schema}
-        self._files = [column for column, kind in kinds.items() if is_file(kind)]
-        self._numeric = {column for column, kind in kinds.items() if is_numeric(kind)}
-        binary = {column for column, kind in kinds.items() if is_file(kind) or _is_binary(kind)}
-        self._may_be_images = [
-            name for name, column in self.columns.items() if column in binary - self._decoders.keys()
-        ]
-        hugging_face = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
-        self._sure = {name for name in self._may_be_images if self.columns[name] in hugging_face}
+        columns = {
+            name: Column(str(kind), _own_bytes, may_be_image=is_file(kind) or _is_binary(kind))
+            for name, kind in kinds.items()
+        }
+        split = functools.partial(_split_row, [name for name, kind in kinds.items() if is_file(kind)])
+        super().__init__(columns, split, decode_pil, shape, decode, None, [])
+        self._numeric = {name for name, kind in kinds.items() if is_numeric(kind)}
+        self._sure = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
 
     @property
     def key(self) -> str:
-        return repr((self._wanted, sorted(self._decoders)))
+        return repr((None if self.shape is None else self.columns, self._decoded))
 
     def check(self, transform: Any) -> None:
-        images = self._may_be_images[:1]  # a row's values say which
+        images = (self._possible or [])[:1]
         FieldTransforms(transform).check(list(self.columns), images, NAME_IT)
 
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        row = load(payload)
-        if not isinstance(row, dict):
-            raise DecodeError("not a cached row")
-        for column in self._files:
-            if isinstance(row[column], str):
-                raise DecodeError(
-                    f"column {column!r} has only the path {row[column]!r} of its file, and no bytes: write "
-                    "the table again with the files in it (Hugging Face: push_to_hub, or "
-                    "datasets.table.embed_table_storage)"
-                )
-        return {name: row[column] for name, column in self.columns.items()}
-
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        return [name for name in self._may_be_images if self._is_image(name, fields[name])]
+        return [name for name in self._possible or [] if self._is_image(name, fields[name])]
 
     def open(self, name: str, value: Any) -> Any:
         column = self.columns[name]
-        value = bytes(value) if isinstance(value, memoryview) else value
-        decoder = self._decoders.get(column)
-        if decoder is not None:
-            return decoder(value)
-        why = why_not_number(value) if column in self._numeric else None
-        if why is not None:
+        if column in self._numeric and column not in self._decoded and (why := why_not_number(value)):
             raise DecodeError(
                 f"column {column!r} {why}, which no batch of numbers can hold: give decode={{{column!r}: a "
                 "function that makes a number of it}, or leave such rows out with filters="
             )
-        return value
+        return super().open(name, value)
 
     def _is_image(self, name: str, value: Any) -> bool:
         if value is None:
             return False
-        return name in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
+        return (
+            self.columns[name] in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
+        )
+
+
+def _own_bytes(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def _split_row(files: list[str], payload: memoryview) -> dict[str, Any]:
+    """Return the values of a record by column. Raises `DecodeError` where one of `files` is only a path."""
+    row = load(payload)
+    if not isinstance(row, dict):
+        raise DecodeError("not a cached row")
+    for column in files:
+        if isinstance(row[column], str):
+            raise DecodeError(
+                f"column {column!r} has only the path {row[column]!r} of its file, and no bytes: write the "
+                "table again with the files in it (Hugging Face: push_to_hub, or "
+                "datasets.table.embed_table_storage)"
+            )
+    return row
 
 
 def _hugging_face_images(metadata: Mapping[bytes, bytes]) -> set[str]:
