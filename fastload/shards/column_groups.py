@@ -82,9 +82,7 @@ class GroupSource(Source):
     def read(self, index: int, wait: Wait) -> Buffer:
         shard, group = self._groups.where(index)
         try:
-            ranges = self._groups.ranges(shard, group, wait)
-            pieces = [(start, self._groups.read_range(shard, wait, start, stop)) for start, stop in ranges]
-            return _dumped(self._groups.table(shard, group, pieces, wait).select(self._files.columns))
+            return _dumped(self._groups.read(shard, group, wait).select(self._files.columns))
         except FastloadError as error:
             error.key = self.name(index)
             raise

@@ -114,15 +114,12 @@ class RowGroups:
                 raise DecodeError(self._damaged[shard, group])
             self._make_room(int(self._files.files[shard].sizes[group]))
             self._warn_of_rereads(shard, group)
-            pieces = [
-                (start, self.read_range(shard, wait, start, stop))
-                for start, stop in self.ranges(shard, group, wait)
-            ]
             try:
-                rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+                rows = self.rows(shard, group, self.read(shard, group, wait))
             except DecodeError as error:
                 self._damaged[shard, group] = error.message
                 raise
+            self._recent[shard, group] = rows
             return rows, True
 
     def _make_room(self, size: int) -> None:
@@ -187,18 +184,18 @@ class RowGroups:
                 error.key = file.key
             raise
 
-    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
-        """Return the samples of a row group.
+    def read(self, shard: int, group: int, wait: Wait) -> Any:
+        """Read a row group, range by range, as `decode` returns it."""
+        ranges = self.ranges(shard, group, wait)
+        pieces = [(start, self.read_range(shard, wait, start, stop)) for start, stop in ranges]
+        return self.decode(shard, group, pieces, wait)
+
+    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Any:
+        """Return all rows of a row group as a `pyarrow.Table`.
 
         Raises:
             DecodeError: it is damaged.
         """
-        table = self.table(shard, group, pieces, wait)
-        first, places = self.places(shard, group)
-        return Rows(first, places.tolist(), row_columns(table))
-
-    def table(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Any:
-        """Return all rows of a row group as a `pyarrow.Table`. Raises as `decode`."""
         metadata, file = self._metadata(shard, wait), self._files.files[shard]
         with self._decoding:
             most = self._shards.store.reading.max_inflated
@@ -207,6 +204,11 @@ class RowGroups:
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
         return table
+
+    def rows(self, shard: int, group: int, table: Any) -> Rows:
+        """Return the samples among all rows of a row group."""
+        first, places = self.places(shard, group)
+        return Rows(first, places.tolist(), row_columns(table))
 
     def places(self, shard: int, group: int) -> tuple[int, Numbers]:
         """Return the samples of a row group: the number of the first one in its file, and their places in the
@@ -353,7 +355,8 @@ class RowGroupReader:
             self._decode(group, pieces)
 
     def _decode(self, group: int, pieces: list[tuple[int, Any]]) -> None:
-        rows = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        table = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        rows = self._groups.rows(self._shard, group, table)
         with self._lock:
             if not self._done.done():
                 self._done.set_result(rows)
