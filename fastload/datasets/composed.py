@@ -27,7 +27,6 @@ from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch
 from fastload.datasets.views import (
     Allocate,
-    EncodedRows,
     MadeSample,
     Reach,
     RowErrors,
@@ -186,7 +185,7 @@ class SubsetView(ChoosingView):
                 indices_of.setdefault(key_of[inner_index], []).append(index)
         return indices_of
 
-    def encoded(self) -> EncodedRows | None:
+    def encoded(self) -> View | None:
         return self._view.encoded()
 
 

@@ -318,7 +318,7 @@ class StoreDataset(Dataset[Any]):
     _sends_encoded: ClassVar[bool] = False  # whether images may leave the worker encoded
 
     def _why_not_encoded(self, decoder: str) -> str | None:
-        """See `EncodedRows.why_not_encoded`."""
+        """See `View.why_not_encoded`."""
         raise NotImplementedError
 
     # --- the cache's mode
