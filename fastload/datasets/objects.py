@@ -24,6 +24,7 @@ from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
+from fastload.images.decode import decode_pil
 from fastload.images.transforms import all_transforms
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
@@ -33,20 +34,21 @@ _OBJECT = "object"
 
 
 class ImageFields(SampleFields):
-    """The one field of a sample that is an object: an encoded image, which is opened as torchvision does."""
+    """The one field of a sample that is an object: an encoded image.
 
-    def __init__(self, name: str) -> None:
-        self._images = [name]
+    Args:
+        name: of the field.
+        open_image: its bytes, or pixels of the cache -> its value in a sample without a fused transform.
+    """
+
+    def __init__(self, name: str, open_image: Callable[[Any], Any]) -> None:
+        self._images, self._open_image = [name], open_image
 
     def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
         return self._images
 
-
-class _Encoded(ImageFields):
-    """The same, as the bytes of the object, or pixels of the cache."""
-
     def open_image(self, value: Any) -> Any:
-        return still_encoded(value)
+        return self._open_image(value)
 
 
 class ObjectDataset(StoreDataset):
@@ -179,7 +181,7 @@ class ObjectDataset(StoreDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         if self.decode is not None:
             return SampleBuilder(None, transform)
-        return SampleBuilder(_Encoded(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
+        return SampleBuilder(ImageFields(_OBJECT, still_encoded), transform, Shape(_OBJECT), image=_OBJECT)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         value = super()._restore(record, payload, readonly=readonly)
@@ -263,10 +265,7 @@ class ImageFolder(ObjectDataset):
             them. An http server tells no folders: there, the folders of `keys`.
         allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
-        on_change: as in `ObjectDataset`.
+        storage_options, listing_max_age, on_change: as in `ObjectDataset`.
 
     Raises:
         NotFoundError: there are no folders, or a class has no image.
@@ -381,7 +380,7 @@ class ImageFolder(ObjectDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         functions = {_IMAGE: transform, _TARGET: self.target_transform}
         parts = {name: function for name, function in functions.items() if function is not None}
-        fields, values = ImageFields(_IMAGE), _Targets(self)
+        fields, values = ImageFields(_IMAGE, decode_pil), _Targets(self)
         return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
 
     def _known_images(self, transform: Any) -> Images:

@@ -164,9 +164,7 @@ class StoreDataset(Dataset[Any]):
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        keys = self._cache_keys(index)
-        assert self.cache is not None  # `_cache_keys` says so
-        return all(map(self.cache.has, keys))
+        return all(map(self._own_cache().has, self._cache_keys(index)))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each object.
@@ -179,7 +177,7 @@ class StoreDataset(Dataset[Any]):
             StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
-        cache, source = self._cache_to_fill(), self._source()
+        cache, source = self._own_cache(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
         outcomes = warm(self._objects_of(indices), cache, prefetcher, key=self._cache_key, size=source.size)
         return (outcome._replace(sample=self._record_of(outcome.sample)) for outcome in outcomes)
@@ -210,13 +208,12 @@ class StoreDataset(Dataset[Any]):
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        if self.cache is None:
-            raise ArgumentError("the dataset has no cache: give it one with cache=")
+        self._own_cache()
         return [self._cache_key(item) for item in self._objects(self._record(index))]
 
     def _left_to_warm(self, indices: Iterable[int]) -> ToRead:
         """Return what `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(self._objects_of(indices), self._cache_to_fill(), self._source())
+        return find_missing(self._objects_of(indices), self._own_cache(), self._source())
 
     def _cancel(self, indices: Iterable[int]) -> None:
         """Drop prefetched samples that will not be used."""
@@ -394,16 +391,12 @@ class StoreDataset(Dataset[Any]):
             encode = self._forecasters.get().watch(encode)
         return Prefetcher(self._source(), self.cache, prepare=encode, counters=self.counters)
 
-    def _cache_to_fill(self) -> Cache:
-        """Return the cache that `warm` fills.
-
-        Raises:
-            ArgumentError: there is none.
-        """
+    def _own_cache(self) -> Cache:
+        """Return the cache. Raises `ArgumentError` where there is none."""
         if self.cache is None:
             raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
-                "nothing is cached)"
+                "the dataset has no cache: give it one with cache= (if it was given one, a warning has said "
+                "why nothing is cached)"
             )
         return self.cache
 

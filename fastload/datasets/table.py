@@ -83,9 +83,7 @@ class TableDataset(StoreDataset):
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. An object that
             several rows name is kept once.
         storage_options: for `open_store`: of `url`, and of a `table` that is a URL.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
-        on_change: as in `ObjectDataset`.
+        listing_max_age, on_change: as in `ObjectDataset`.
         batches: "rows", or "columns": as of `ParquetDataset`. Without `File` and transform=; the whole table
             is shuffled.
 

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets, framed_size
-from fastload.formats.values import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
+from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets
+from fastload.formats.values import Open, as_array, as_text, check_size, open_list, pil_from_raw, unpickle
 
 _IMAGES = ("jpeg", "image")
 
@@ -154,9 +154,7 @@ def parse_frames(head: memoryview, count: int) -> Offsets:
             "the chunk is not one of zstd frames with the samples that index.json says: it is of another "
             "kind or of another dataset; copy it again"
         )
-    size = framed_size(count, 0)
     edges = np.frombuffer(head, "<u4", count + 1, FRAMED_HEAD.size).astype(np.uint64)
-    assert len(head) == size
     if edges[0] != 0 or not (edges[1:] > edges[:-1]).all():
         raise DecodeError("the offsets of its samples do not grow: the chunk is damaged; copy it again")
     return np.stack([edges[:-1], edges[1:] - edges[:-1]], axis=1)
@@ -176,7 +174,7 @@ def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
     if name in _IMAGES:
         return open_image
     if name == "jpeg_array":
-        return partial(_open_images, open_image=open_image)
+        return partial(open_list, open_one=open_image, start=0)
     if name == "pickle":
         return unpickle if unsafe else None
     if name in ("no_header_numpy", "no_header_tensor"):
@@ -257,10 +255,6 @@ def _open_number(value: Any, *, form: str) -> Any:
 
 def _open_bool(value: Any) -> bool:
     return bool(value[0])
-
-
-def _open_images(value: Any, *, open_image: Open) -> list[Any]:
-    return [open_image(one) for one in cut_list(value, 0)]
 
 
 _MOST_DEPTH = 64

@@ -19,7 +19,16 @@ import numpy as np
 
 from fastload.errors import DecodeError
 from fastload.formats.pieces import Offsets, Record, Splitter
-from fastload.formats.values import Open, as_array, as_json, as_pil, as_text, cut_list, pil_from_raw, unpickle
+from fastload.formats.values import (
+    Open,
+    as_array,
+    as_json,
+    as_pil,
+    as_text,
+    open_list,
+    pil_from_raw,
+    unpickle,
+)
 
 
 def table_size(count: int) -> int:
@@ -270,10 +279,6 @@ def _open_str_float(value: Any) -> float:
     return float(_short_text(value))
 
 
-def _open_list(value: Any, *, open_one: Open, start: int) -> list[Any]:
-    return [open_one(one) for one in cut_list(value, start)]
-
-
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _OPENERS: dict[str, Open] = {
     "bytes": bytes,
@@ -289,10 +294,10 @@ _OPENERS: dict[str, Open] = {
     "pil": pil_from_raw,
     "jpeg": as_pil,
     "png": as_pil,
-    "jpeg_array": partial(_open_list, open_one=as_pil, start=0),
-    "jpegarray": partial(_open_list, open_one=as_pil, start=0),
-    "list[pil]": partial(_open_list, open_one=pil_from_raw, start=4),
-    "list[jpeg]": partial(_open_list, open_one=as_pil, start=4),
-    "list[png]": partial(_open_list, open_one=as_pil, start=4),
+    "jpeg_array": partial(open_list, open_one=as_pil, start=0),
+    "jpegarray": partial(open_list, open_one=as_pil, start=0),
+    "list[pil]": partial(open_list, open_one=pil_from_raw, start=4),
+    "list[jpeg]": partial(open_list, open_one=as_pil, start=4),
+    "list[png]": partial(open_list, open_one=as_pil, start=4),
     "json": as_json,
 }

@@ -95,8 +95,8 @@ def pil_from_raw(value: Any) -> Image:
     return Image.frombytes(mode, (width, height), bytes(raw))
 
 
-def cut_list(value: Any, start: int) -> list[memoryview]:
-    """Return the parts of: `start` bytes | uint32 n | uint32 size of each part | the parts.
+def open_list(value: Any, *, open_one: Open, start: int) -> list[Any]:
+    """Return the values of the parts of: `start` bytes | uint32 n | uint32 size of each part | the parts.
 
     Raises:
         ValueError: the parts do not fill the value.
@@ -108,7 +108,7 @@ def cut_list(value: Any, start: int) -> list[memoryview]:
         raise ValueError(f"a list of {count:,} parts in {len(data):,} bytes")
     parts = []
     for size in np.frombuffer(data, "<u4", count, start + 4).tolist():
-        parts.append(data[at : at + size])
+        parts.append(open_one(data[at : at + size]))
         at += size
     if at != len(data):
         raise ValueError(f"a list of {at:,} bytes in {len(data):,}")

@@ -61,7 +61,7 @@ class _Here(NamedTuple):
     pending: PendingRecords
     offsets: dict[int, int]
     key_beginnings: dict[int, Digest]
-    streams: list[ShuffledStream[int]]
+    streams: list[ShuffledStream]
 
 
 class ShardDataset(StoreDataset):
@@ -174,13 +174,13 @@ class ShardDataset(StoreDataset):
         """
         if not self._form.can_stream:
             return self.warm(self._records_of(shards))
-        return ShardFilling(self._indexed(), self._cache_to_fill()).run(shards)
+        return ShardFilling(self._indexed(), self._own_cache()).run(shards)
 
     def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """Return what `_warm_shards` has to read. Raises as `warm`."""
         if not self._form.can_stream:
             return self._left_to_warm(self._records_of(shards))
-        return ShardFilling(self._indexed(), self._cache_to_fill()).left(shards)
+        return ShardFilling(self._indexed(), self._own_cache()).left(shards)
 
     def _records_of(self, shards: Iterable[int]) -> Iterator[int]:
         return (record for shard in shards for record in self._index.records_of(shard))
@@ -401,7 +401,7 @@ class ShardStreams:
     ) -> list[dict[str, Any]]:
         return self._epochs().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
-    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
+    def open_stream(self, state: dict[str, Any]) -> ShuffledStream:
         here = self._dataset._here.get()
         here.streams[:] = [stream for stream in here.streams if not stream.closed]
         here.streams.append(self._epochs().open(state, self._hold))

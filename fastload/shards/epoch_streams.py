@@ -175,7 +175,7 @@ class EpochStreams:
         ]
         return [{"plan": plan._asdict(), "at": None} for plan in plans]
 
-    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream[int]:
+    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream:
         """Return the stream from `state` on.
 
         Args:
