@@ -14,8 +14,9 @@ Images are written straight into their columns of a batch. All others are made b
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Shape:
 
     def sample(self, values: Mapping[str, Any]) -> Any:
         """Return a sample of these values: tuples for tuples and lists, dicts for mappings."""
-        return _sample(self._structure, values)
+        return map_leaves(self._structure, values.__getitem__)
 
     def batch(self, columns: Mapping[str, Any]) -> Any:
         """Return the columns of a batch in the structure that `default_collate` gives.
@@ -90,23 +91,17 @@ class Shape:
         )
 
     def _unused(self, name: str) -> str:
-        return next(each for each in _candidates(name) if each not in self.leaves)
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        return next(each for each in names if each not in self.leaves)
 
 
-def _candidates(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name} ({number})"
-        number += 1
-
-
-def _sample(structure: Any, values: Mapping[str, Any]) -> Any:
+def map_leaves(structure: Any, function: Callable[[str], Any]) -> Any:
+    """Return a structure of dicts, lists and tuples with `function` of each text in its place."""
     if isinstance(structure, str):
-        return values[structure]
+        return function(structure)
     if isinstance(structure, dict):
-        return {name: _sample(part, values) for name, part in structure.items()}
-    return tuple(_sample(part, values) for part in structure)
+        return {name: map_leaves(part, function) for name, part in structure.items()}
+    return type(structure)(map_leaves(part, function) for part in structure)
 
 
 def _batch(structure: Any, columns: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import shorten_errors
-from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_fields import Shape, map_leaves
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.litdata import (
     formats,
@@ -61,13 +61,9 @@ class _Tree(Shape):
     """The structure that the samples were written with: dicts, lists and tuples of leaves, or one leaf."""
 
     def __init__(self, tree: Any) -> None:
-        leaves: list[str] = []
-        _map(tree, leaves.append)
-        self.leaves = {name: name for name in leaves}
+        self.leaves = {}
+        map_leaves(tree, lambda name: self.leaves.setdefault(name, name))
         self._structure = tree
-
-    def sample(self, values: Mapping[str, Any]) -> Any:
-        return _map(self._structure, values.__getitem__)
 
 
 class LitDataset(ShardDataset):
@@ -204,11 +200,3 @@ def _inflate(record: memoryview, most: int) -> memoryview:
     if not frame.eof and len(inflated) == most:
         raise DecodeError(too_large("a sample", most + 1, most))
     return memoryview(inflated)
-
-
-def _map(tree: Any, function: Callable[[str], Any]) -> Any:
-    if isinstance(tree, str):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(part, function) for key, part in tree.items()}
-    return type(tree)(_map(part, function) for part in tree)
