@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.checks import check_function, check_index, shorten_errors
+from fastload.checks import check_function, check_index, check_one_of, shorten_errors
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import StoreDataset, check_on_change, override_of
+from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
@@ -106,7 +106,7 @@ class ObjectDataset(StoreDataset):
         listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
-        check_on_change(on_change)
+        check_one_of("on_change", on_change, ("error", "refresh"))
         super().__init__(url, decode)
         self.on_change = on_change
         check_function("transform", transform)

@@ -458,16 +458,6 @@ def override_of(dataset: Any) -> str | None:
     return overriding_method(dataset, StoreDataset)
 
 
-def check_on_change(value: Any) -> None:
-    """Check the argument `on_change` of datasets of objects.
-
-    Raises:
-        ArgumentError: it is none of the two.
-    """
-    if value not in ("error", "refresh"):
-        raise ArgumentError(f"on_change must be 'error' or 'refresh', found {value!r}")
-
-
 def check_batches(batches: Any, functions: Mapping[str, Any]) -> None:
     """Check the argument `batches` of a dataset.
 

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.checks import check_index, shorten_errors
+from fastload.checks import check_index, check_one_of, shorten_errors
 from fastload.datasets.payloads import settled
 from fastload.datasets.row_objects import RowObjects
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import StoreDataset, check_batches, check_on_change, some_of
+from fastload.datasets.store_dataset import StoreDataset, check_batches, some_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.ranges import RangeSource, record_name, split_name
 from fastload.fetch.reads import ObjectSource
@@ -111,7 +111,7 @@ class TableDataset(StoreDataset):
         on_change: str = "error",
         batches: str = "rows",
     ) -> None:
-        check_on_change(on_change)
+        check_one_of("on_change", on_change, ("error", "refresh"))
         check_batches(batches, {"transform": transform})
         if not isinstance(url, str | os.PathLike):
             raise ArgumentError(

@@ -41,7 +41,6 @@ from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.failures import sleep
 from fastload.store.node import ProcessLocal
 
-_OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -53,13 +52,11 @@ class _Here(NamedTuple):
 
     Attributes:
         pending: the records that streams have delivered.
-        offsets: of the records that were used last, for errors about them.
         key_beginnings: the first parts of the cache keys of each shard's records.
         streams: that are open.
     """
 
     pending: PendingRecords
-    offsets: dict[int, int]
     key_beginnings: dict[int, Digest]
     streams: list[ShuffledStream]
 
@@ -188,8 +185,8 @@ class ShardDataset(StoreDataset):
     # --- read ahead
 
     def key(self, index: int) -> str:
-        used = self._here.get().offsets
-        return self._name(index) if index in used else super().key(index)
+        streamed = self._here.get().pending.offset(index) is not None
+        return self._name(index) if streamed else super().key(index)
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
@@ -272,9 +269,8 @@ class ShardDataset(StoreDataset):
         return self._index.record_id(check_index(index, len(self._index), f"samples of {self.url}"))
 
     def _name(self, record: int) -> str:
-        here = self._here.get()
         shard = self._shards[RecordId.unpack(record).shard].key
-        offset = here.pending.offset(record) if record in here.pending else here.offsets.get(record)
+        offset = self._here.get().pending.offset(record)
         return record_name(shard, self._index.locate(record)[0] if offset is None else offset)
 
     def _cache_key(self, record: int) -> bytes:
@@ -290,14 +286,11 @@ class ShardDataset(StoreDataset):
         return SampleBuilder(fields, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
-        here = self._here.get()
-        if record not in here.pending:
+        pending = self._here.get().pending
+        if record not in pending:
             return super()._get(record)
-        if len(here.offsets) >= _OFFSETS_KEPT:
-            here.offsets.clear()
-        here.offsets[record] = here.pending.offset(record)
         self.counters.add("get.ahead")
-        return here.pending.get(record)
+        return pending.get(record)
 
     # --- which record, and under which key
 
@@ -364,7 +357,7 @@ class ShardDataset(StoreDataset):
     @cached_property
     def _here(self) -> ProcessLocal[_Here]:
         return ProcessLocal(
-            lambda: _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, {}, [])
+            lambda: _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, [])
         )
 
     def _blocks(self) -> RecordBlocks | None:

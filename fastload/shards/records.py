@@ -35,6 +35,7 @@ from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 
+_OFFSETS_KEPT = 4096  # more than a batch has
 _LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
 
 
@@ -249,7 +250,7 @@ class PendingRecords:
         self._keep = keep
         self._counters = counters
         self._values: dict[int, Any] = {}
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # also of those that were used last, for errors about them
         self._more: dict[int, int] = {}  # record -> how often it is pending, beyond once
         self._pool: ReadPool | None = None
 
@@ -274,12 +275,14 @@ class PendingRecords:
                 payload = self._threads().submit(functools.partial(self._ready, found))
             else:
                 self._keep(found, payload)
+        if len(self._offsets) > len(self._values) + _OFFSETS_KEPT:
+            self._offsets = {each: self._offsets[each] for each in self._values}
         self._values[record] = payload
         self._offsets[record] = found.record.offset
 
-    def offset(self, record: int) -> int:
-        """Return the record's offset in its shard."""
-        return self._offsets[record]
+    def offset(self, record: int) -> int | None:
+        """Return the offset in its shard of a record that is pending, or that was used lately; else None."""
+        return self._offsets.get(record)
 
     def get(self, record: int) -> Any:
         """Return the payload of a record, which is then pending once less.
@@ -297,7 +300,6 @@ class PendingRecords:
     def drop(self, record: int) -> Any:
         """Let go of a record, once; returns its payload, the future of that, or its error."""
         if record not in self._more:
-            del self._offsets[record]
             return self._values.pop(record)
         self._more[record] -= 1
         if not self._more[record]:
