@@ -30,7 +30,7 @@ from fastload.shards.formats import (
     resolve,
 )
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
-from fastload.shards.reader import Shard, read_in_turn
+from fastload.shards.reader import Shard, naming, read_in_turn
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
 from fastload.store.listing import ListingQuery, Selection
@@ -282,15 +282,12 @@ def index_shards(
 
     def read(number: int) -> RecordOffsets:
         shard = shards[number]
-        try:
+        with naming(shard.key):
             records = read_index(shards.store, shard, sleep)
             largest = int(records.offsets[:, 1].max(initial=0)) if records.compressed else 0
             if largest > most:
                 raise DecodeError(too_large("a sample", largest, most))
             return records
-        except DecodeError as error:
-            error.key = shard.key
-            raise
 
     add = index.add_and_keep if index.kept else index.add
     with ThreadPoolExecutor(_READS) as pool:

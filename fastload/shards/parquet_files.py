@@ -34,7 +34,7 @@ from fastload.order.blocks import Blocks
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of, seal, unseal
-from fastload.shards.reader import Shard
+from fastload.shards.reader import Shard, naming
 from fastload.shards.stream import Span
 from fastload.store import Store
 from fastload.store.node import open_kept, save_kept
@@ -297,12 +297,8 @@ class ParquetFiles:
         kept = None if path is None else _load(path, identity)
         if kept is not None:
             return kept
-        try:
+        with naming(shard.key):
             rows = self._read(store, shard)
-        except FastloadError as error:
-            if error.key is None:
-                error.key = shard.key
-            raise
         if path is not None:
             try:
                 save_kept(path, seal(identity, tuple(rows)))

@@ -24,7 +24,7 @@ import pyarrow as pa
 from fastload.datasets.arrow import is_numeric, to_python, why_not_number
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_transforms import FieldTransforms
-from fastload.errors import DecodeError, FastloadError
+from fastload.errors import DecodeError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
@@ -34,7 +34,7 @@ from fastload.images.decode import decode_pil, is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId
 from fastload.shards.parquet_files import Numbers, ParquetFiles
-from fastload.shards.reader import PIECES
+from fastload.shards.reader import PIECES, naming
 from fastload.shards.record_fields import NAME_IT, Column, ColumnFields
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
@@ -177,12 +177,8 @@ class RowGroups:
     def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
         """Return a range of a file, of the version that was listed."""
         file = self._shards[shard]
-        try:
+        with naming(file.key):
             return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
-        except FastloadError as error:
-            if error.key is None:
-                error.key = file.key
-            raise
 
     def read(self, shard: int, group: int, wait: Wait) -> Any:
         """Read a row group, range by range, as `decode` returns it."""

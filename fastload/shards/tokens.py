@@ -19,7 +19,7 @@ from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.views import Allocate
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError
 from fastload.fetch.ranges import record_name
 from fastload.fetch.reads import Source
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
@@ -27,7 +27,7 @@ from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.documents import Documents, read_documents
 from fastload.shards.formats import TOKENS
-from fastload.shards.reader import Shard
+from fastload.shards.reader import Shard, naming
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 
@@ -322,7 +322,10 @@ def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[i
         if key.lower().endswith(_COMPRESSED):
             raise ArgumentError(f"{key!r} is compressed, and tokens are read at random: store them plain")
     heads = shards.heads(range(len(objects)), HEAD)
-    headers = [_header(shard.key, head) for shard, head in zip(objects, heads, strict=True)]
+    headers: list[TokenHeader | None] = []
+    for shard, head in zip(objects, heads, strict=True):
+        with naming(shard.key):
+            headers.append(header_of(head))
     raw = next((shard.key for shard, header in zip(objects, headers, strict=True) if header is None), None)
     other = next((shard.key for shard, header in zip(objects, headers, strict=True) if header), None)
     if raw is not None and other is not None:
@@ -333,14 +336,6 @@ def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[i
     skipped = [0 if header is None else header.size for header in headers]
     counts = [_count(shard, header, dtype) for shard, header in zip(objects, headers, strict=True)]
     return skipped, counts
-
-
-def _header(key: str, head: bytes) -> TokenHeader | None:
-    try:
-        return header_of(head)
-    except DecodeError as error:
-        error.key = key
-        raise
 
 
 def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:
