@@ -20,7 +20,6 @@ from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import StoreDataset, override_of
-from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
@@ -392,16 +391,13 @@ class _Targets:
     """The class indices of the samples of a folder. See `ValueColumns`."""
 
     names = (_TARGET,)
-    regular = frozenset(names)
+    dtypes: ClassVar[dict[str, torch.dtype | None]] = {_TARGET: torch.int64}
 
     def __init__(self, dataset: ImageFolder) -> None:
         self._dataset = dataset
 
     def row(self, record: int) -> dict[str, Any]:
         return {_TARGET: int(self._dataset._class_indices(record))}
-
-    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        return allocate((n,), torch.int64)
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         columns[_TARGET].numpy()[rows] = self._dataset._class_indices(records)

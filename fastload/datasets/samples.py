@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from fastload.datasets.sample_fields import (
     SampleFields,
     Shape,
@@ -38,14 +40,13 @@ class ValueColumns(Protocol):
         """The names of all."""
 
     @property
-    def regular(self) -> frozenset[str]:
-        """The names of those that can be written into a batch for many samples at once."""
+    def dtypes(self) -> Mapping[str, torch.dtype | None]:
+        """Those that can be written into a batch for many samples at once: name -> the dtype of the column,
+        None: it is a list.
+        """
 
     def row(self, record: int) -> dict[str, Any]:
         """Return the values of a sample."""
-
-    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """Return an empty column of `n` rows for one that is regular."""
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         """Write the values of these samples into rows of columns."""
@@ -221,7 +222,10 @@ class SampleBuilder:
             else:
                 self._add_image(batch, self._image)
         if self._values is not None:
-            batch.values = {name: self._values.new_column(name, n, allocate) for name in regular}
+            dtypes = {name: self._values.dtypes[name] for name in regular}
+            batch.values = {
+                name: [None] * n if dtype is None else allocate((n,), dtype) for name, dtype in dtypes.items()
+            }
             batch.columns |= batch.values
             if self._image and allocate is not ordinary_memory:
                 batch.columns |= {name: None for name in self._value_names if name not in batch.values}
@@ -353,8 +357,7 @@ class SampleBuilder:
         if self._values is None or allocate is ordinary_memory or of_sample:
             return []
         functions = self.transforms.functions()
-        regular = self._values.regular
-        return [name for name in self._values.names if name in regular and name not in functions]
+        return [name for name in self._values.dtypes if name not in functions]
 
     def _add_image(self, batch: RowBatch, name: str) -> None:
         crop = batch.crops[name]
