@@ -33,7 +33,7 @@ from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
-from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.datasets.warm import Filling, ToRead, Warmed, find_missing
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
@@ -179,7 +179,7 @@ class StoreDataset(Dataset[Any]):
         """
         cache, source = self._own_cache(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
-        outcomes = warm(self._objects_of(indices), cache, prefetcher, key=self._cache_key, size=source.size)
+        outcomes = Filling(cache, prefetcher, self._cache_key, source.size).run(self._objects_of(indices))
         return (outcome._replace(sample=self._record_of(outcome.sample)) for outcome in outcomes)
 
     def prefetch(self, indices: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import LITDATA, check_name
+from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
@@ -152,9 +152,7 @@ class LitDataset(ShardDataset):
             )
             for name, form in zip(told.names, told.formats, strict=True)
         }
-        names = [check_name(name, root) for name in told.chunks]
-        shards = list_shards(root, names, LITDATA, kept_in, listing_max_age, options)
-        counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
+        shards, counts = list_shards(root, told.chunks, LITDATA, kept_in, listing_max_age, options)
         form = LITDATA
         if told.compression == "sample":
             unwrap = functools.partial(_inflate, most=shards.store.reading.max_inflated)

@@ -124,8 +124,7 @@ class MDSDataset(ShardDataset):
             )
             for column in columns
         }
-        shards = list_shards(root, list(found), MDS, kept_in, listing_max_age, options)
-        listed = {shards[number].key: entry for number, entry in enumerate(found.values())}
+        shards, listed = list_shards(root, found, MDS, kept_in, listing_max_age, options)
         split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(
             url,
