@@ -81,7 +81,7 @@ class RecordOffsets(NamedTuple):
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
         bad = {ordinal: tuple(fault) for ordinal, fault in self.bad.items()}
-        return seal(shard, tuple(self._replace(bad=bad)))
+        return seal(shard, (self.offsets, bad, self.compressed, self.doubted, self.heads))
 
     @classmethod
     def load(cls, data: bytes, shard: str) -> RecordOffsets | None:

@@ -219,7 +219,10 @@ class ColumnFields(RecordFields):
         for column in (*self.columns.values(), *decoders):
             if column not in columns:
                 where = "decode" if column in decoders else "fields"
-                raise ArgumentError(f"{where} names {column!r}, and the columns are {', '.join(columns)}")
+                read = " that are read" if column in decoders else ""
+                raise ArgumentError(
+                    f"{where} names {column!r}, and the columns{read} are {', '.join(columns)}"
+                )
         for column, function in decoders.items():
             refuse_class(f"decode[{column!r}]", function)
         self._openers: dict[str, Callable[[Any], Any]] = {}

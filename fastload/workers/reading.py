@@ -254,7 +254,7 @@ class SampleReader:
 
     def _counted(self) -> float:
         """Return samples that the datasets count themselves."""
-        return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
+        return float(sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves()))
 
     def _many(self, index: Any, tasks: list[Task]) -> Any:
         if tasks and self._threads is not None:

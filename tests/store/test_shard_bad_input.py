@@ -18,6 +18,7 @@ from tests.sharddata import (
     LABEL,
     TOTAL,
     closing,
+    columns_of,
     dataset,
     jpeg,
     labels,
@@ -74,7 +75,9 @@ def test_damage_is_an_error_with_shard_and_offset_and_costs_no_more_than_it_must
                 bad += [str(error) for error in failed.values()]
                 assert all(isinstance(error, DecodeError) for error in failed.values())
                 good += [
-                    int(n) for row, n in enumerate(batch.columns[LABEL[kind]].tolist()) if row not in failed
+                    int(n)
+                    for row, n in enumerate(columns_of(batch)[LABEL[kind]].tolist())
+                    if row not in failed
                 ]
             stream.close()
         assert len(good) == len(set(good)) and 5 not in good and set(good) < set(range(TOTAL))
