@@ -133,9 +133,9 @@ def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def columns_of(batch: Any) -> dict[str, Any]:
-    """The columns of a filled batch, by field; with 0 in the rows that failed."""
+    """The columns of a filled batch, by field."""
     return {
-        name: default_collate([row.get(name, 0) for row in batch.rest]) if column is None else column
+        name: default_collate([row[name] for row in batch.rest]) if column is None else column
         for name, column in batch.columns.items()
     }
 
