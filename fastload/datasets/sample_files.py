@@ -40,11 +40,6 @@ def extension_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def has_opener(extension: str) -> bool:
-    """Return whether files with this extension are neither images nor plain bytes."""
-    return extension in _OPENERS
-
-
 def open_file(extension: str, value: Any, what: str) -> Any:
     """Return the content of a file that is no image. Whether a pickle may be read is for the caller to
     decide.
@@ -164,7 +159,7 @@ class FilePayloads(ObjectPayloads):
 def _is_image(extension: str, payload: Any) -> bool:
     if extension in IMAGES:
         return True
-    if has_opener(extension):
+    if extension in _OPENERS:
         return False
     try:
         find_format(payload)

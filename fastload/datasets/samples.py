@@ -339,7 +339,7 @@ class SampleBuilder:
         if batch.odd:
             raise ArgumentError(_differs(batch.rest[batch.odd[0]], batch.columns), stage="collate")
         columns = {name: self._column(batch, name, column) for name, column in batch.columns.items()}
-        return as_batch(columns if self._shape is None else self._shape.batch(columns))
+        return as_batch(self.batch_of(columns))
 
     # --- columns
 

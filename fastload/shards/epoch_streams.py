@@ -5,6 +5,7 @@ A plan is pure arithmetic, the same in every process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import heapq
@@ -107,25 +108,19 @@ class StreamOptions(NamedTuple):
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        return cls(whole_number("cycle_length", cycle_length), *_buffer(shuffle_buffer))
+        cycle_length = whole_number("cycle_length", cycle_length)
+        if isinstance(shuffle_buffer, int) and shuffle_buffer >= 1:
+            return cls(cycle_length, shuffle_buffer, 1 << 62)
+        with contextlib.suppress(ArgumentError):
+            if isinstance(shuffle_buffer, str):
+                return cls(cycle_length, most_bytes=parse_size(shuffle_buffer))
+        raise ArgumentError(
+            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
+            f"found {shuffle_buffer!r:.100}"
+        )
 
 
 STREAMED = StreamOptions()
-
-
-def _buffer(shuffle_buffer: Any) -> tuple[int, int]:
-    """Return (records, bytes) of a block at most."""
-    if isinstance(shuffle_buffer, str):
-        try:
-            return 1 << 30, max(1, parse_size(shuffle_buffer))
-        except ArgumentError:
-            shuffle_buffer = shuffle_buffer[:100]
-    if not isinstance(shuffle_buffer, int) or shuffle_buffer < 1:
-        raise ArgumentError(
-            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
-            f"found {shuffle_buffer!r}"
-        )
-    return shuffle_buffer, 1 << 62
 
 
 class EpochStreams:
