@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import fastload
 from fastload import RandomResizedCrop
@@ -131,6 +132,14 @@ def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
+def columns_of(batch: Any) -> dict[str, Any]:
+    """The columns of a filled batch, by field."""
+    return {
+        name: default_collate([row[name] for row in batch.rest]) if column is None else column
+        for name, column in batch.columns.items()
+    }
+
+
 def batches(data: Any, stream: Any, size: int = 16, epoch: int = 0) -> Iterator[tuple[list[int], Any]]:
     """(ids, batch) of a stream, as a loader makes them."""
     while ids := stream.take(size):
@@ -141,7 +150,7 @@ def batches(data: Any, stream: Any, size: int = 16, epoch: int = 0) -> Iterator[
             failures = view_of(data).fill(batch, list(enumerate(ids)), 5, epoch)
             if failures:
                 raise failures[0][1]
-            yield ids, batch.columns
+            yield ids, columns_of(batch)
 
 
 def read(
@@ -170,7 +179,7 @@ def at_random(data: Any, epoch: int = 0) -> Any:
     batch = view_of(data).new_batch(n, ordinary)
     failures = view_of(data).fill(batch, [(row, row) for row in range(n)], 5, epoch)
     assert not failures, failures
-    return batch.columns
+    return columns_of(batch)
 
 
 def loader_of(data: Any, workers: int, **arguments: Any) -> Any:

@@ -31,7 +31,6 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
 from fastload.images.rng import mix_all
@@ -254,7 +253,7 @@ class TableColumns:
     Args:
         file: as `TableColumns.of` wrote it.
 
-    See `ValueColumns`: regular are the columns without lists, tensors and structs.
+    See `ValueColumns`: columns without lists, tensors and structs are written for many samples at once.
     """
 
     def __init__(self, file: SharedFile) -> None:
@@ -267,7 +266,8 @@ class TableColumns:
         shared = mmap.mmap(-1, max(1, 8 * self._count))
         self._identities: NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
         self.names = list(self._columns)
-        self.regular = frozenset(name for name in self.names if not _has_parts(self._columns[name].type))
+        kinds = {name: column.type for name, column in self._columns.items()}
+        self.dtypes = {name: _dtype(kind) for name, kind in kinds.items() if not _has_parts(kind)}
 
     @classmethod
     def of(cls, table: Any) -> TableColumns:
@@ -307,11 +307,6 @@ class TableColumns:
     def arrays(self) -> Mapping[str, Any]:
         """The columns, as `pyarrow.Array`s."""
         return self._columns
-
-    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """Return an empty column of a batch of `n` rows: a tensor for numbers, else a list."""
-        dtype = _dtype(self._columns[name].type)
-        return [None] * n if dtype is None else allocate((n,), dtype)
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         """Write rows of the table into rows of columns of a batch."""

@@ -51,6 +51,20 @@ Form = Literal["file", "record"]
 _NAMES = {"file": "files with an index of their rows", "record": "'dct' records"}
 
 
+class Room(NamedTuple):
+    """The room for records in a cache.
+
+    Attributes:
+        left: bytes that can be added.
+        words: the limits.
+        missing: the share of the samples that the cache does not have.
+    """
+
+    left: int
+    words: str
+    missing: float
+
+
 class Costs(NamedTuple):
     """The costs of a dataset in both forms, and the room for them.
 
@@ -107,52 +121,18 @@ def choose(costs: Costs) -> Choice:
     return Choice("file", why, costs.total_bytes)
 
 
-class Room(NamedTuple):
-    """The room for records in a cache.
-
-    Attributes:
-        left: bytes that can be added.
-        free: bytes on the disk.
-        words: the two limits.
-    """
-
-    left: int
-    free: int
-    words: str
-
-
-def room_in(cache: Cache) -> Room:
-    """Return the room for records in a cache. Waits for what is being written.
-
-    Raises:
-        CacheError: the cache cannot be opened.
-    """
-    free = shutil.disk_usage(nearest_existing(cache.path)).free
-    words = f"{format_size(free)} of disk are free"
-    if cache.size_limit is None:
-        return Room(free, free, words)
-    left = min(free, max(0, cache.size_limit - cache.info()["bytes"]))
-    return Room(left, free, f"{words} within size_limit={format_size(cache.size_limit)}")
-
-
 class Forecast(NamedTuple):
     """What a full cache of a dataset will take.
 
     Attributes:
-        bytes_per_sample: on disk, in the cache's mode; estimated except for "raw".
-        total_bytes: of all samples.
+        total_bytes: of all samples on disk, in the cache's mode; estimated except for "raw".
         missing_bytes: of those that are not in the cache yet; estimated.
-        free_bytes: on the cache's disk.
-        size_limit: the cache's, or None.
-        fits: whether `missing_bytes` fit into what is left of both.
+        fits: whether there is room for them.
         sentence: all that in words, with the mode that would fit where this one does not.
     """
 
-    bytes_per_sample: float
     total_bytes: int
     missing_bytes: int
-    free_bytes: int
-    size_limit: int | None
     fits: bool
     sentence: str
 
@@ -207,14 +187,25 @@ class Forecaster:
         self._prepare, self._sizes, self._read = prepare, [], 0
         return self._watched
 
-    def forecast(self, sizes: Sequence[int] = (), read: int = 0) -> Forecast:
+    def room(self) -> Room:
+        """Return the room for the samples. Waits for what is being written.
+
+        Raises:
+            CacheError: the cache cannot be opened.
+        """
+        cache, missing = self._cache, 1 - self._share_kept()
+        free = shutil.disk_usage(nearest_existing(cache.path)).free
+        words = f"{format_size(free)} of disk are free"
+        if cache.size_limit is None:
+            return Room(free, words, missing)
+        left = min(free, max(0, cache.size_limit - cache.info()["bytes"]))
+        return Room(left, f"{words} within size_limit={format_size(cache.size_limit)}", missing)
+
+    def forecast(self, room: Room, sizes: Sequence[int] = (), read: int = 0) -> Forecast:
         """Return the forecast by the payload sizes of some samples; none: by the listing's sizes of all.
 
         Args:
             read: bytes of the objects of these samples.
-
-        Raises:
-            CacheError: the cache cannot be opened.
         """
         assert self._count is not None
         cache, n = self._cache, self._count
@@ -222,16 +213,13 @@ class Forecaster:
         per_sample = sum(sizes) / len(sizes) + RECORD_OVERHEAD if sizes else raw / n
         if read and self._codec.follows_size:
             per_sample = sum(sizes) / read * self._total_bytes / n + RECORD_OVERHEAD
-        room = room_in(cache)
-        missing = 1 - self._share_kept()
-        needed = int(per_sample * n * missing)
-        fits = needed <= room.left
+        needed = int(per_sample * n * room.missing)
         words = (
             f"cache {cache.path}, mode {self._codec.mode!r}: {n:,} samples of {format_size(per_sample)} take "
             f"{format_size(per_sample * n)}, of which {format_size(needed)} are missing"
         )
-        words += self._outlook(int(per_sample * n), missing, room, raw)
-        return Forecast(per_sample, int(per_sample * n), needed, room.free, cache.size_limit, fits, words)
+        words += self._outlook(int(per_sample * n), room, raw)
+        return Forecast(int(per_sample * n), needed, needed <= room.left, words)
 
     def _watched(self, data: Any, record: int) -> Any:
         assert self._prepare is not None
@@ -247,20 +235,24 @@ class Forecaster:
         return payload
 
     def _announce(self, sizes: Sequence[int], read: int) -> None:
-        if self._cache.has_failed:
-            return  # as below
-        try:
-            forecast = self.forecast(sizes, read)
-        except (CacheError, OSError):
-            return  # the cache says itself what is wrong with it, once
-        _log.log(logging.INFO if forecast.fits else logging.WARNING, "%s", forecast.sentence)
+        room = self._room_unless_failed()
+        if room is not None:
+            forecast = self.forecast(room, sizes, read)
+            _log.log(logging.INFO if forecast.fits else logging.WARNING, "%s", forecast.sentence)
 
-    def _outlook(self, nbytes: int, missing: float, room: Room, raw: int) -> str:
+    def _room_unless_failed(self) -> Room | None:
+        """Return the room for records; None: the cache has failed, and says itself what is wrong, once."""
+        try:
+            return None if self._cache.has_failed else self.room()
+        except (CacheError, OSError):
+            return None
+
+    def _outlook(self, nbytes: int, room: Room, raw: int) -> str:
         """Say whether so many bytes fit, of which a share is missing; and what to do if not."""
-        needed = nbytes * missing
+        needed = nbytes * room.missing
         if needed <= room.left:
             return f"; they fit ({room.words})"
-        share = 1 - missing + missing * room.left / needed
+        share = 1 - room.missing + room.missing * room.left / needed
         return (
             f" and only {format_size(room.left)} are left ({room.words}): about {share:.0%} of the samples "
             "will be kept, the others come from the store in every epoch. "
@@ -302,22 +294,14 @@ class Forecaster:
         return record
 
     def _choose(self) -> None:
-        try:
-            choice = None if self._cache.has_failed else self._decide()
-        except (CacheError, OSError):
-            choice = None
-        if choice is None:  # the cache says itself what is wrong with it, once
-            self._form = "file"
-            return
-        self._form = choice.form
-        if choice.form == "record":
+        room = self._room_unless_failed()
+        self._form = "file" if room is None else self._decide(room).form
+        if room is not None and self._form == "record":
             self._cache.counters.add("cache.chose_dct")
-        else:
+        elif room is not None:
             self._cache.counters.add("cache.chose_file")
 
-    def _decide(self) -> Choice:
-        room = room_in(self._cache)
-        missing = 1 - self._share_kept()
+    def _decide(self, room: Room) -> Choice:
         overhead = self._tried * RECORD_OVERHEAD
         samples = self._total_bytes / max(1, self._file_bytes)  # times those that were tried
         file, indexed, record, making = self._seconds / max(1, self._tried - 1)
@@ -329,7 +313,7 @@ class Forecaster:
                 indexed=indexed,
                 record=record,
                 making=making,
-                missing=missing,
+                missing=room.missing,
                 left=room.left,
                 memory=memory_for_pages(),
             )
@@ -337,24 +321,21 @@ class Forecaster:
         if speaks():
             raw = int(samples * (self._file_bytes + overhead))
             _log.log(
-                logging.INFO if choice.bytes * missing <= room.left else logging.WARNING,
+                logging.INFO if choice.bytes * room.missing <= room.left else logging.WARNING,
                 "cache %s, mode 'auto': it keeps %s, for %s; all samples take %s%s",
                 self._cache.path,
                 _NAMES[choice.form],
                 choice.why,
                 format_size(choice.bytes),
-                self._outlook(choice.bytes, missing, room, raw),
+                self._outlook(choice.bytes, room, raw),
             )
         return choice
 
     def _announce_choice(self) -> None:
         with self._lock:
             said, self._said = self._said, True
-        if said or self._cache.has_failed or not speaks():
-            return
-        try:
-            room = room_in(self._cache)
-        except (CacheError, OSError):
+        room = None if said or not speaks() else self._room_unless_failed()
+        if room is None:
             return
         _log.info(
             "cache %s, mode 'auto': all samples take %s as files (%s); the first %d decide between these and "

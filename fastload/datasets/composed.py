@@ -27,7 +27,6 @@ from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch
 from fastload.datasets.views import (
     Allocate,
-    EncodedRows,
     MadeSample,
     Reach,
     RowErrors,
@@ -186,7 +185,7 @@ class SubsetView(ChoosingView):
                 indices_of.setdefault(key_of[inner_index], []).append(index)
         return indices_of
 
-    def encoded(self) -> EncodedRows | None:
+    def encoded(self) -> View | None:
         return self._view.encoded()
 
 
@@ -201,7 +200,7 @@ class ConcatView(ChoosingView):
     def __init__(self, parts: Sequence[View], ends: Sequence[int]) -> None:
         super().__init__(parts, "a ConcatDataset")
         self.bulk = False  # torch's ConcatDataset asks its parts for one sample at a time
-        self._ends = ends
+        self._starts, self._ends = [0, *ends[:-1]], ends
 
     def locate(self, index: Any) -> Location:
         index = operator.index(index)
@@ -212,16 +211,16 @@ class ConcatView(ChoosingView):
             raise IndexError(f"index {index} is out of range for {total} samples of a ConcatDataset")
         index %= total
         part = bisect.bisect_right(self._ends, index)
-        return part, (part,), index - (self._ends[part - 1] if part else 0)
+        return part, (part,), index - self._starts[part]
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
-        for start, stop, part in zip([0, *self._ends], self._ends, self.parts, strict=False):
+        for start, stop, part in zip(self._starts, self._ends, self.parts, strict=True):
             chosen = None if indices is None else indices[(start <= indices) & (indices < stop)] - start
             yield from part.reached(chosen)
 
     def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
         indices_of: dict[str, list[int]] = {}
-        for start, part in zip([0, *self._ends], self.parts, strict=False):
+        for start, part in zip(self._starts, self.parts, strict=True):
             inside = part.find(keys)
             if inside is None:
                 return None

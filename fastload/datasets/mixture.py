@@ -208,8 +208,7 @@ class MixtureView(ConcatView):
         return super().reached(None)  # each pass has an order of its own
 
     def lengths(self, length: int) -> dict[str, int]:
-        starts = [0, *self._ends]
-        return {name: end - start for name, start, end in zip(self._names, starts, self._ends, strict=False)}
+        return dict(zip(self._names, map(operator.sub, self._ends, self._starts), strict=True))
 
     def position(self, index: int, length: int) -> int:
         """Return the position of a sample in the concatenation of the sources, whatever the pass."""
@@ -219,14 +218,11 @@ class MixtureView(ConcatView):
         """Return the index of another sample of the same source and pass."""
         source, _, position = self.locate(index)
         start = int(index - position)
-        return start + number % (self._ends[source] - self._start(source))
+        return start + number % (self._ends[source] - self._starts[source])
 
     def sample_name(self, index: Any) -> str:
         source, _, position = self.locate(index)
         return f"sample {position} of source {self._names[source]!r}"
-
-    def _start(self, source: int) -> int:
-        return self._ends[source - 1] if source else 0
 
 
 def new_sampler(dataset: Any, *, shuffle: bool, seed: int) -> MixtureSampler | None:

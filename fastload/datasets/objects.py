@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
@@ -15,18 +14,17 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.checks import check_function, check_index, shorten_errors
+from fastload.checks import check_function, check_index, check_one_of, shorten_errors
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
-from fastload.datasets.views import Allocate
+from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
+from fastload.images.decode import decode_pil
 from fastload.images.transforms import all_transforms
-from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
@@ -35,20 +33,21 @@ _OBJECT = "object"
 
 
 class ImageFields(SampleFields):
-    """The one field of a sample that is an object: an encoded image, which is opened as torchvision does."""
+    """The one field of a sample that is an object: an encoded image.
 
-    def __init__(self, name: str) -> None:
-        self._images = [name]
+    Args:
+        name: of the field.
+        open_image: its bytes, or pixels of the cache -> its value in a sample without a fused transform.
+    """
+
+    def __init__(self, name: str, open_image: Callable[[Any], Any]) -> None:
+        self._images, self._open_image = [name], open_image
 
     def images(self, fields: Mapping[str, Any]) -> Sequence[str]:
         return self._images
 
-
-class _Encoded(ImageFields):
-    """The same, as the bytes of the object, or pixels of the cache."""
-
     def open_image(self, value: Any) -> Any:
-        return still_encoded(value)
+        return self._open_image(value)
 
 
 class ObjectDataset(StoreDataset):
@@ -106,7 +105,7 @@ class ObjectDataset(StoreDataset):
         listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
-        check_on_change(on_change)
+        check_one_of("on_change", on_change, ("error", "refresh"))
         super().__init__(url, decode)
         self.on_change = on_change
         check_function("transform", transform)
@@ -116,6 +115,7 @@ class ObjectDataset(StoreDataset):
         self._payloads = ObjectPayloads(kept_in, decode, images=images)
         self._payloads.check_transform(transform)
         self._store = open_store(url, **checked_options(storage_options))
+        self._budget = self._store.budget
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
                 f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "
@@ -169,26 +169,18 @@ class ObjectDataset(StoreDataset):
             self._store.identity, manifest.key(item), version, *payloads.key, codec=payloads.codec
         )
 
-    def _some_keys(self) -> list[bytes]:
-        n = len(self._manifest)
-        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
-
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         return self._manifest.identities(records)
 
     def _listed(self) -> tuple[Listings, Manifest]:
         return self._listings, self._manifest
 
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._store.budget
-
     # --- images, and their transforms
 
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         if self.decode is not None:
             return SampleBuilder(None, transform)
-        return SampleBuilder(_Encoded(_OBJECT), transform, Shape(_OBJECT), image=_OBJECT)
+        return SampleBuilder(ImageFields(_OBJECT, still_encoded), transform, Shape(_OBJECT), image=_OBJECT)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         value = super()._restore(record, payload, readonly=readonly)
@@ -272,10 +264,7 @@ class ImageFolder(ObjectDataset):
             them. An http server tells no folders: there, the folders of `keys`.
         allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
-        storage_options: for `open_store`.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
-        on_change: as in `ObjectDataset`.
+        storage_options, listing_max_age, on_change: as in `ObjectDataset`.
 
     Raises:
         NotFoundError: there are no folders, or a class has no image.
@@ -390,7 +379,7 @@ class ImageFolder(ObjectDataset):
     def _new_builder(self, transform: Transform) -> SampleBuilder:
         functions = {_IMAGE: transform, _TARGET: self.target_transform}
         parts = {name: function for name, function in functions.items() if function is not None}
-        fields, values = ImageFields(_IMAGE), _Targets(self)
+        fields, values = ImageFields(_IMAGE, decode_pil), _Targets(self)
         return SampleBuilder(fields, parts, Shape((_IMAGE, _TARGET)), values=values, image=_IMAGE)
 
     def _known_images(self, transform: Any) -> Images:
@@ -402,16 +391,13 @@ class _Targets:
     """The class indices of the samples of a folder. See `ValueColumns`."""
 
     names = (_TARGET,)
-    regular = frozenset(names)
+    dtypes: ClassVar[dict[str, torch.dtype | None]] = {_TARGET: torch.int64}
 
     def __init__(self, dataset: ImageFolder) -> None:
         self._dataset = dataset
 
     def row(self, record: int) -> dict[str, Any]:
         return {_TARGET: int(self._dataset._class_indices(record))}
-
-    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        return allocate((n,), torch.int64)
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         columns[_TARGET].numpy()[rows] = self._dataset._class_indices(records)

@@ -9,34 +9,24 @@ Datasets make their samples as flat dicts {name: value}; a `Shape` gives these t
 Each field has a name, and is opened in a way of its own; some are encoded images, which a fused transform may
 take as they are.
 
-Columns of a batch are written row by row. The batch equals the one of torch's `default_collate`.
-
-    bool, int, float, numpy scalars    a tensor (n,): bool, int64, float64, the scalar's
-    arrays and tensors                 a tensor (n, *shape)
-    dict, list, tuple                  the same of columns
-    str, bytes                         a list of n
-
-A column is made for the first of its values. Values that differ in type or length from it, and those of other
-classes, are left to `default_collate`: it widens numbers, and says which values make no batch.
+Images are written straight into their columns of a batch. All others are made by torch's `default_collate`.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastload.datasets.views import Allocate
 from fastload.errors import ArgumentError
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented, decode_pil
 from fastload.images.rng import Rng
-
-_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class Shape:
@@ -66,7 +56,7 @@ class Shape:
 
     def sample(self, values: Mapping[str, Any]) -> Any:
         """Return a sample of these values: tuples for tuples and lists, dicts for mappings."""
-        return _sample(self._structure, values)
+        return map_leaves(self._structure, values.__getitem__)
 
     def batch(self, columns: Mapping[str, Any]) -> Any:
         """Return the columns of a batch in the structure that `default_collate` gives.
@@ -101,23 +91,17 @@ class Shape:
         )
 
     def _unused(self, name: str) -> str:
-        return next(each for each in _candidates(name) if each not in self.leaves)
+        names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        return next(each for each in names if each not in self.leaves)
 
 
-def _candidates(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name} ({number})"
-        number += 1
-
-
-def _sample(structure: Any, values: Mapping[str, Any]) -> Any:
+def map_leaves(structure: Any, function: Callable[[str], Any]) -> Any:
+    """Return a structure of dicts, lists and tuples with `function` of each text in its place."""
     if isinstance(structure, str):
-        return values[structure]
+        return function(structure)
     if isinstance(structure, dict):
-        return {name: _sample(part, values) for name, part in structure.items()}
-    return tuple(_sample(part, values) for part in structure)
+        return {name: map_leaves(part, function) for name, part in structure.items()}
+    return type(structure)(map_leaves(part, function) for part in structure)
 
 
 def _batch(structure: Any, columns: Mapping[str, Any]) -> Any:
@@ -208,48 +192,8 @@ def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def new_column(value: Any, n: int, allocate: Allocate) -> Any:
-    """Return an empty column of `n` rows for values like this one; None where `default_collate` has to make
-    it.
-    """
-    dtype = _DTYPES.get(type(value))
-    if dtype is not None:
-        return allocate((n,), dtype)
-    if isinstance(value, str | bytes):
-        return [None] * n
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and value.dtype.isnative:
-        tensor = torch.from_numpy(np.asarray(value))
-        return allocate((n, *tensor.shape), tensor.dtype)
-    if type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad:
-        return allocate((n, *value.shape), value.dtype)
-    if type(value) is dict:
-        columns = {name: new_column(one, n, allocate) for name, one in value.items()}
-        return None if any(column is None for column in columns.values()) else columns
-    if type(value) in (list, tuple):
-        parts = [new_column(one, n, allocate) for one in value]
-        if any(part is None for part in parts):
-            return None
-        return _Columns(_Texts(part) if type(part) is list else part for part in parts)
-    return None
-
-
-def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | None:
-    """Return (type, the column as an array), if values of that type can be written into the array as they
-    are.
-
-    That costs a tenth of writing a number into a tensor. None for other columns.
-    """
-    if isinstance(column, torch.Tensor) and column.ndim == 1 and type(value) in _DTYPES:
-        return type(value), column.numpy()
-    return None
-
-
 class _Columns(list[Any]):
     """The columns of a list of values; a plain list is one column."""
-
-
-class _Texts(list[Any]):
-    """A column of texts among those of a list of values: `default_collate` makes it a tuple."""
 
 
 def collate_column(values: list[Any]) -> Any:
@@ -262,43 +206,4 @@ def as_batch(columns: Any) -> Any:
     """Return the columns of a filled batch with the classes that `default_collate` gives them."""
     if isinstance(columns, dict):
         return {name: as_batch(column) for name, column in columns.items()}
-    if isinstance(columns, _Texts):
-        return tuple(columns)
     return [as_batch(column) for column in columns] if isinstance(columns, list) else columns
-
-
-def put_value(column: Any, row: int, value: Any) -> bool:
-    """Write one value into its row; False if it is unlike the one that the column was made for."""
-    if isinstance(column, dict):
-        same = type(value) is dict and column.keys() == value.keys()
-        return same and all(put_value(part, row, value[name]) for name, part in column.items())
-    if isinstance(column, _Columns):
-        same = type(value) in (list, tuple) and len(value) == len(column)
-        return same and all(put_value(part, row, one) for part, one in zip(column, value, strict=True))
-    if isinstance(column, list):
-        column[row] = value
-        return isinstance(value, str | bytes)
-    return _put_number(column, row, value)
-
-
-def _put_number(column: torch.Tensor, row: int, value: Any) -> bool:
-    dtype = _DTYPES.get(type(value))
-    if dtype is None and not isinstance(value, np.ndarray | np.generic | torch.Tensor):
-        return False
-    try:
-        given = torch.as_tensor(value, dtype=dtype, device="cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return False
-    if given.shape != column.shape[1:] or given.dtype != column.dtype or given.requires_grad:
-        return False
-    column[row] = given
-    return True
-
-
-def copy_value(column: Any, target: int, source: int) -> None:
-    """Make row `target` equal to row `source`."""
-    if isinstance(column, dict | _Columns):
-        for part in column.values() if isinstance(column, dict) else column:
-            copy_value(part, target, source)
-    else:
-        column[target] = column[source]

@@ -11,7 +11,6 @@ any other                        bytes
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Collection, Mapping
 from io import BytesIO
@@ -27,6 +26,7 @@ from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.formats.tokens import npy_header
+from fastload.formats.values import as_json, as_text, unpickle
 from fastload.images.crop import Crop
 from fastload.images.decode import find_format
 from fastload.images.rng import Rng
@@ -38,11 +38,6 @@ PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 def extension_of(name: str) -> str:
     """Return what follows the last dot of a name, or all of a name without a dot."""
     return name.rpartition(".")[2]
-
-
-def has_opener(extension: str) -> bool:
-    """Return whether files with this extension are neither images nor plain bytes."""
-    return extension in _OPENERS
 
 
 def open_file(extension: str, value: Any, what: str) -> Any:
@@ -66,18 +61,10 @@ def open_file(extension: str, value: Any, what: str) -> Any:
         raise DecodeError(f"{what} is not what its extension says: {error}") from error
 
 
-def _open_text(value: Any) -> str:
-    return str(value, "utf-8")
-
-
 def _open_int(value: Any) -> int:
     if len(value) > 32:
         raise ValueError(f"{len(value)} bytes for a class number")
     return int(bytes(value))
-
-
-def _open_json(value: Any) -> Any:
-    return json.loads(bytes(value))
 
 
 def _open_npy(value: Any) -> Any:
@@ -93,12 +80,6 @@ def _open_npy(value: Any) -> Any:
     return array.reshape(shape, order="F" if fortran else "C")
 
 
-def _unpickle(value: Any) -> Any:
-    import pickle
-
-    return pickle.loads(value)
-
-
 def _load_torch(value: Any) -> Any:
     import torch
 
@@ -107,10 +88,10 @@ def _load_torch(value: Any) -> Any:
 
 _OPENERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _open_int),
-    **dict.fromkeys(("json", "jsn"), _open_json),
-    **dict.fromkeys(("txt", "text", "transcript"), _open_text),
+    **dict.fromkeys(("json", "jsn"), as_json),
+    **dict.fromkeys(("txt", "text", "transcript"), as_text),
     "npy": _open_npy,
-    **dict.fromkeys(("pyd", "pkl", "pickle"), _unpickle),
+    **dict.fromkeys(("pyd", "pkl", "pickle"), unpickle),
     **dict.fromkeys(("pth", "pt"), _load_torch),
 }
 
@@ -178,7 +159,7 @@ class FilePayloads(ObjectPayloads):
 def _is_image(extension: str, payload: Any) -> bool:
     if extension in IMAGES:
         return True
-    if has_opener(extension):
+    if extension in _OPENERS:
         return False
     try:
         find_format(payload)

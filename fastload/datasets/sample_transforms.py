@@ -105,10 +105,8 @@ class FieldTransforms:
     @property
     def list_crops(self) -> dict[str, Crop]:
         """The fused transforms that take the images of lists, by field."""
-        if not self._lists or not isinstance(self.transform, Mapping):
-            return {}
-        parts = {name: current_transform(self.transform.get(name)) for name in self._lists}
-        return {name: each for name, each in parts.items() if isinstance(each, Crop)}
+        parts = self._by_field() if self._lists else {}
+        return {name: parts[name] for name in self._lists if isinstance(parts.get(name), Crop)}
 
     @property
     def fills_rows(self) -> bool:
@@ -146,10 +144,12 @@ class FieldTransforms:
 
     def functions(self) -> dict[str, Callable[[Any], Any]]:
         """Return the functions of single fields in this epoch that are not fused, by field."""
-        if not isinstance(self.transform, Mapping):
-            return {}
-        parts = {name: current_transform(each) for name, each in self.transform.items()}
-        return {name: each for name, each in parts.items() if not isinstance(each, Crop)}
+        return {name: each for name, each in self._by_field().items() if not isinstance(each, Crop)}
+
+    def _by_field(self) -> dict[str, Any]:
+        """Return the transforms of single fields in this epoch, by field."""
+        parts = self.transform.items() if isinstance(self.transform, Mapping) else ()
+        return {name: current_transform(each) for name, each in parts}
 
     def check(
         self,
@@ -235,9 +235,8 @@ class FieldTransforms:
                 raise DecodeError(
                     f"{name_of(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {ADVICE}"
                 )
-            parts = {name: current_transform(each) for name, each in self.transform.items()}
-            parts = {name: each for name, each in parts.items() if name not in self._lists}
-            crops = {name: each for name, each in parts.items() if isinstance(each, Crop)}
+            parts = self._by_field().items()
+            crops = {n: each for n, each in parts if n not in self._lists and isinstance(each, Crop)}
             self._warn_of_masks(fields, crops, images)
             return crops
         crop = current_transform(self.transform)

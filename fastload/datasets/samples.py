@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from fastload.datasets.sample_fields import (
     SampleFields,
     Shape,
     as_batch,
     collate_column,
-    copy_value,
-    new_column,
-    number_view,
     ordinary_memory,
-    put_value,
 )
 from fastload.datasets.sample_transforms import (
     ADVICE,
@@ -42,14 +40,13 @@ class ValueColumns(Protocol):
         """The names of all."""
 
     @property
-    def regular(self) -> frozenset[str]:
-        """The names of those that can be written into a batch for many samples at once."""
+    def dtypes(self) -> Mapping[str, torch.dtype | None]:
+        """Those that can be written into a batch for many samples at once: name -> the dtype of the column,
+        None: it is a list.
+        """
 
     def row(self, record: int) -> dict[str, Any]:
         """Return the values of a sample."""
-
-    def new_column(self, name: str, n: int, allocate: Allocate) -> Any:
-        """Return an empty column of `n` rows for one that is regular."""
 
     def fill(self, columns: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
         """Write the values of these samples into rows of columns."""
@@ -86,15 +83,12 @@ class RowBatch:
         allocate: memory for its tensors.
 
     Attributes:
-        columns: by field.
+        columns: by field; None: `default_collate` makes it of `rest`, once all rows are filled.
         crops: image -> the fused transform that its column was made for.
         values: the columns that `ValueColumns` fill.
-        rest: of each row its fields in order, with None in place of images; for `SampleBuilder.row`.
-        numbers: see `number_view`.
-        uneven: fields whose values differ in type or length: `default_collate` makes their columns.
+        rest: of each row its fields in order, with None in place of images.
         is_complete: all its columns are there before a row is.
         encoded: the column of the image is an `EncodedBatch`.
-        fused: it is for fused transforms; else all its columns are lists.
         odd: rows that have other fields than the batch.
     """
 
@@ -105,10 +99,8 @@ class RowBatch:
         self.crops: dict[str, Crop] = {}
         self.values: dict[str, Any] = {}
         self.rest: list[dict[str, Any]] = [{} for _ in range(rows)]
-        self.numbers: dict[str, tuple[type, Any]] = {}
-        self.uneven: set[str] = set()
         self.odd: list[int] = []
-        self.encoded = self.is_complete = self.fused = False
+        self.encoded = self.is_complete = False
 
 
 class SampleBuilder:
@@ -221,7 +213,6 @@ class SampleBuilder:
                 return None
         batch = RowBatch(n, allocate)
         batch.is_complete = self._image is not None
-        batch.fused = self.fused
         if self._image:
             batch.crops = {self._image: transforms.crop_for(self._image)}
             if encoded:
@@ -231,11 +222,13 @@ class SampleBuilder:
             else:
                 self._add_image(batch, self._image)
         if self._values is not None:
-            batch.values = {name: self._values.new_column(name, n, allocate) for name in regular}
+            dtypes = {name: self._values.dtypes[name] for name in regular}
+            batch.values = {
+                name: [None] * n if dtype is None else allocate((n,), dtype) for name, dtype in dtypes.items()
+            }
             batch.columns |= batch.values
             if self._image and allocate is not ordinary_memory:
-                batch.uneven = set(self._value_names) - batch.values.keys()
-                batch.columns |= {name: [None] * n for name in batch.uneven}
+                batch.columns |= {name: None for name in self._value_names if name not in batch.values}
         return batch
 
     def fill(self, batch: RowBatch, todo: Todo) -> RowFailures:
@@ -332,8 +325,8 @@ class SampleBuilder:
         for column in batch.columns.values():
             if isinstance(column, EncodedBatch):
                 column.copy_row(target, source)
-            else:
-                copy_value(column, target, source)
+            elif column is not None:
+                column[target] = column[source]
         batch.rest[target] = batch.rest[source]
 
     def finish(self, batch: RowBatch) -> Any:
@@ -346,7 +339,7 @@ class SampleBuilder:
         if batch.odd:
             raise ArgumentError(_differs(batch.rest[batch.odd[0]], batch.columns), stage="collate")
         columns = {name: self._column(batch, name, column) for name, column in batch.columns.items()}
-        return as_batch(columns if self._shape is None else self._shape.batch(columns))
+        return as_batch(self.batch_of(columns))
 
     # --- columns
 
@@ -364,8 +357,7 @@ class SampleBuilder:
         if self._values is None or allocate is ordinary_memory or of_sample:
             return []
         functions = self.transforms.functions()
-        regular = self._values.regular
-        return [name for name in self._values.names if name in regular and name not in functions]
+        return [name for name in self._values.dtypes if name not in functions]
 
     def _add_image(self, batch: RowBatch, name: str) -> None:
         crop = batch.crops[name]
@@ -389,58 +381,28 @@ class SampleBuilder:
         batch.rest[row] = {name: rest.get(name) for name in fields}
         own_columns = batch.columns.keys() - batch.values.keys()
         if not own_columns or batch.allocate is ordinary_memory:
-            self._add_columns(batch, fields, crops, rest)
+            self._add_columns(batch, fields, crops)
         elif crops.keys() != batch.crops.keys() or own_columns != fields.keys():
             batch.odd.append(row)
             return {}
-        for name, value in rest.items():
-            if name in batch.columns and name not in batch.uneven and not self._put(batch, row, name, value):
-                batch.uneven.add(name)
         return {name: fields[name] for name in crops}
 
-    def _add_columns(
-        self, batch: RowBatch, fields: Mapping[str, Any], crops: dict[str, Crop], rest: Mapping[str, Any]
-    ) -> None:
+    def _add_columns(self, batch: RowBatch, fields: Mapping[str, Any], crops: dict[str, Crop]) -> None:
         """Add the columns that rows like this one need, and the batch does not have yet."""
         for name in [name for name in fields if name not in batch.columns]:
             if name in crops:
                 batch.crops[name] = crops[name]
                 self._add_image(batch, name)
-            elif batch.allocate is ordinary_memory:
-                continue
-            elif name in self._optional or not batch.fused:
-                batch.columns[name] = [None] * batch.rows
-            else:
-                column = new_column(rest[name], batch.rows, batch.allocate)
-                batch.columns[name] = [None] * batch.rows if column is None else column
-                if column is None:
-                    batch.uneven.add(name)
-                elif (view := number_view(column, rest[name])) is not None:
-                    batch.numbers[name] = view
-
-    def _put(self, batch: RowBatch, row: int, name: str, value: Any) -> bool:
-        """Write a value into its row; False if the column was made for values unlike it."""
-        column = batch.columns[name]
-        if name in self._optional or not batch.fused:
-            column[row] = value
-            return True
-        number = batch.numbers.get(name)
-        if number is not None and type(value) is number[0]:
-            try:
-                number[1][row] = value
-            except OverflowError:  # an int beyond 64 bits
-                return False
-            return True
-        return put_value(column, row, value)
+            elif batch.allocate is not ordinary_memory:
+                batch.columns[name] = None
 
     def _column(self, batch: RowBatch, name: str, column: Any) -> Any:
         if isinstance(column, EncodedBatch):
             return column.finish()
-        if name in self._optional or name in batch.values:
+        if column is not None:
             return column
-        if not self.fused:
-            return collate_column(column)
-        return collate_column([row[name] for row in batch.rest]) if name in batch.uneven else column
+        values = [row[name] for row in batch.rest]
+        return values if name in self._optional else collate_column(values)
 
     # --- fields
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
-from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.datasets.warm import Filling, ToRead, Warmed, find_missing
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
@@ -44,7 +45,7 @@ from fastload.store.node import ProcessLocal
 if TYPE_CHECKING:
     from fastload.datasets.columns import ColumnSource
 
-SOME = 256  # records that stand for all
+_SOME = 256  # records that stand for all
 
 
 # Arguments that a dataset holds a reference to anyway; others, as tables and keys, may be long or be used up.
@@ -80,7 +81,7 @@ class StoreDataset(Dataset[Any]):
     _settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     _computed: ClassVar[dict[str, str]] = {}
     # Attributes on which no sample depends: what reading has learned, and what follows from the others.
-    _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_builder", "counters"})
+    _passing: ClassVar[frozenset[str]] = frozenset({"_arguments", "_budget", "_builder", "counters"})
     # Errors of a sample, for `on_error` to decide on: all, where the user's `decode` runs for a row.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (Exception,)
 
@@ -88,6 +89,7 @@ class StoreDataset(Dataset[Any]):
     _payloads: ObjectPayloads
     _builder: SampleBuilder
     _amount: tuple[int, int | None] = 0, None  # bytes of all samples; their number where it is known
+    _budget: RequestBudget | None = None  # of all processes of this trainer; None: a directory
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StoreDataset:
         """Make a dataset that knows its arguments (see `arguments_of`); a copy gets those of the other."""
@@ -162,9 +164,7 @@ class StoreDataset(Dataset[Any]):
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        keys = self._cache_keys(index)
-        assert self.cache is not None  # `_cache_keys` says so
-        return all(map(self.cache.has, keys))
+        return all(map(self._own_cache().has, self._cache_keys(index)))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each object.
@@ -177,9 +177,9 @@ class StoreDataset(Dataset[Any]):
             StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
-        cache, source = self._cache_to_fill(), self._source()
+        cache, source = self._own_cache(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
-        outcomes = warm(self._objects_of(indices), cache, prefetcher, key=self._cache_key, size=source.size)
+        outcomes = Filling(cache, prefetcher, self._cache_key, source.size).run(self._objects_of(indices))
         return (outcome._replace(sample=self._record_of(outcome.sample)) for outcome in outcomes)
 
     def prefetch(self, indices: Iterable[int]) -> None:
@@ -208,13 +208,12 @@ class StoreDataset(Dataset[Any]):
         Raises:
             ArgumentError: the dataset has no cache.
         """
-        if self.cache is None:
-            raise ArgumentError("the dataset has no cache: give it one with cache=")
+        self._own_cache()
         return [self._cache_key(item) for item in self._objects(self._record(index))]
 
     def _left_to_warm(self, indices: Iterable[int]) -> ToRead:
         """Return what `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(self._objects_of(indices), self._cache_to_fill(), self._source())
+        return find_missing(self._objects_of(indices), self._own_cache(), self._source())
 
     def _cancel(self, indices: Iterable[int]) -> None:
         """Drop prefetched samples that will not be used."""
@@ -273,9 +272,9 @@ class StoreDataset(Dataset[Any]):
     def _cache_key(self, item: int) -> bytes:
         """Return the cache key of an object."""
 
-    @abstractmethod
     def _some_keys(self) -> list[bytes]:
         """Return the cache keys of a few objects: the same each time."""
+        return list(map(self._cache_key, some_of(len(self))))  # type: ignore[arg-type]
 
     @abstractmethod
     def _new_builder(self, transform: Transform) -> SampleBuilder:
@@ -304,11 +303,6 @@ class StoreDataset(Dataset[Any]):
         listed = self._listed()
         return None if listed is None else listed[1].digests
 
-    @property
-    def _budget(self) -> RequestBudget | None:
-        """What was asked of the store, by all processes of this trainer; None: it is a directory."""
-        return None
-
     def _check_transform(self, transform: Any) -> None:
         """Raise `ArgumentError` for a transform that needs more of an image than the cache keeps."""
         self._payloads.check_transform(transform)
@@ -321,7 +315,7 @@ class StoreDataset(Dataset[Any]):
     _sends_encoded: ClassVar[bool] = False  # whether images may leave the worker encoded
 
     def _why_not_encoded(self, decoder: str) -> str | None:
-        """See `EncodedRows.why_not_encoded`."""
+        """See `View.why_not_encoded`."""
         raise NotImplementedError
 
     # --- the cache's mode
@@ -397,25 +391,18 @@ class StoreDataset(Dataset[Any]):
             encode = self._forecasters.get().watch(encode)
         return Prefetcher(self._source(), self.cache, prepare=encode, counters=self.counters)
 
-    def _cache_to_fill(self) -> Cache:
-        """Return the cache that `warm` fills.
-
-        Raises:
-            ArgumentError: there is none.
-        """
+    def _own_cache(self) -> Cache:
+        """Return the cache. Raises `ArgumentError` where there is none."""
         if self.cache is None:
             raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
-                "nothing is cached)"
+                "the dataset has no cache: give it one with cache= (if it was given one, a warning has said "
+                "why nothing is cached)"
             )
         return self.cache
 
     @cached_property
     def _keys(self) -> ProcessLocal[KeyTable]:
-        return ProcessLocal(self._new_keys)
-
-    def _new_keys(self) -> KeyTable:
-        return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
+        return ProcessLocal(lambda: KeyTable(len(self), self._cache_key))  # type: ignore[arg-type]
 
     def _encoder(self) -> Callable[[Any, int], Any] | None:
         """Return (bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
@@ -461,19 +448,14 @@ class StoreDataset(Dataset[Any]):
         return error
 
 
+def some_of(count: int) -> list[int]:
+    """Return a few of so many numbers, which stand for all: the same each time."""
+    return random.Random(0).sample(range(count), min(_SOME, count))
+
+
 def override_of(dataset: Any) -> str | None:
     """Return the method that makes the samples in place of the rows, as text; None: there is none."""
     return overriding_method(dataset, StoreDataset)
-
-
-def check_on_change(value: Any) -> None:
-    """Check the argument `on_change` of datasets of objects.
-
-    Raises:
-        ArgumentError: it is none of the two.
-    """
-    if value not in ("error", "refresh"):
-        raise ArgumentError(f"on_change must be 'error' or 'refresh', found {value!r}")
 
 
 def check_batches(batches: Any, functions: Mapping[str, Any]) -> None:

@@ -25,7 +25,6 @@ from fastload.datasets.store_dataset import StoreDataset, override_of
 from fastload.datasets.views import (
     ONE,
     Allocate,
-    EncodedRows,
     MadeSample,
     PlainView,
     RowErrors,
@@ -239,9 +238,9 @@ class StoreView(PlainView):
     def finish_batch(self, batch: RowBatch) -> Any:
         return self.dataset._builder.finish(batch)
 
-    # --- images that leave the worker encoded, see `EncodedRows`
+    # --- images that leave the worker encoded
 
-    def encoded(self) -> EncodedRows | None:
+    def encoded(self) -> StoreView | None:
         return self if self.dataset._sends_encoded else None
 
     def why_not_encoded(self, decode: str = "") -> str | None:

@@ -9,7 +9,6 @@ An object is a number for the prefetcher, see `RowObjects`.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -20,18 +19,17 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.checks import check_index, shorten_errors
+from fastload.checks import check_index, check_one_of, shorten_errors
 from fastload.datasets.payloads import settled
 from fastload.datasets.row_objects import RowObjects
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture, Row, RowFields, transform_of
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset, check_batches, check_on_change
+from fastload.datasets.store_dataset import StoreDataset, check_batches, some_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.reads import ObjectSource, RangeSource, record_name, split_name
 from fastload.store import open_store, with_budget
-from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 from fastload.store.node import ProcessLocal
@@ -84,9 +82,7 @@ class TableDataset(StoreDataset):
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. An object that
             several rows name is kept once.
         storage_options: for `open_store`: of `url`, and of a `table` that is a URL.
-        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
-            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
-        on_change: as in `ObjectDataset`.
+        listing_max_age, on_change: as in `ObjectDataset`.
         batches: "rows", or "columns": as of `ParquetDataset`. Without `File` and transform=; the whole table
             is shuffled.
 
@@ -114,7 +110,7 @@ class TableDataset(StoreDataset):
         on_change: str = "error",
         batches: str = "rows",
     ) -> None:
-        check_on_change(on_change)
+        check_one_of("on_change", on_change, ("error", "refresh"))
         check_batches(batches, {"transform": transform})
         if not isinstance(url, str | os.PathLike):
             raise ArgumentError(
@@ -157,7 +153,7 @@ class TableDataset(StoreDataset):
                 "the column 'image' names"
             )
         options = with_budget(storage_options)
-        self._requests: RequestBudget = options["budget"]
+        self._budget = options["budget"]
         self._read(table, options, Listings.of(kept_in, listing_max_age))
         self.transform = transform
         self._check_transform(transform)
@@ -236,8 +232,6 @@ class TableDataset(StoreDataset):
 
     # --- the layout
 
-    _passing: ClassVar[frozenset[str]] = StoreDataset._passing | {"_requests"}
-
     @property
     def _objects_of_sample(self) -> int:  # type: ignore[override]
         return max(1, -(-len(self._rows) // self._count)) if self._files else 1
@@ -247,10 +241,6 @@ class TableDataset(StoreDataset):
 
     def _listed(self) -> tuple[Listings, Manifest] | None:
         return (self._listings, self._manifest) if self._files else None
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._requests
 
     def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return that of its objects and their versions, and of its values in the table."""
@@ -311,8 +301,7 @@ class TableDataset(StoreDataset):
 
     def _some_keys(self) -> list[bytes]:
         n, distinct = len(self._manifest), self._distinct
-        some = random.Random(0).sample(range(distinct), min(SOME, distinct))
-        return [self._cache_key(number * n // distinct) for number in some]
+        return [self._cache_key(number * n // distinct) for number in some_of(distinct)]
 
     @property
     def _total_bytes(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +22,10 @@ from fastload.store.failures import redacted
 from fastload.store.open import check_protocol
 
 
-class TableObjects(NamedTuple):
-    """The objects of a table: the URL, the keys relative to it in the order of their numbers, and these."""
-
-    root: str
-    keys: list[str]
-    rows: RowObjects
-
-
-def table_objects(files: Sequence[File], table: Any, url: str, read_from: str = "") -> TableObjects:
-    """Return the objects that `files` are in each row.
+def table_objects(
+    files: Sequence[File], table: Any, url: str, read_from: str = ""
+) -> tuple[str, list[str], RowObjects]:
+    """Return the objects that `files` are in each row: (URL of all, keys relative to it by number, numbers).
 
     Keys may begin with the URL. Where `url` is "", they must be URLs or absolute paths that a file may name:
     then it is the deepest that all share.
@@ -70,7 +64,7 @@ def table_objects(files: Sequence[File], table: Any, url: str, read_from: str = 
     forms = [FileForm(each.is_list, each.parts is not None) for each in columns]
     has_lists = any(form.is_list for form in forms)
     rows = RowObjects(table.num_rows, forms, edges if has_lists else None, parts)
-    return TableObjects(root, keys.tolist(), rows)
+    return root, keys.tolist(), rows
 
 
 class _FileColumns:

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError
 from fastload.images.rng import mix_all, sample_seeds
-from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
 from fastload.store.budget import RequestBudget
 from fastload.store.failures import redacted
@@ -176,40 +175,10 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-class EncodedRows(Protocol):
-    """A view whose images can leave the worker encoded, to be decoded on the device."""
-
-    def why_not_encoded(self, decode: str = "") -> str | None:
-        """Return None if that works as this dataset is set up; otherwise the reason why it does not.
-
-        Args:
-            decode: the loader's decoder; "": one that was already found to take what the cache keeps.
-        """
-
-    def keep_raw(self) -> None:
-        """Let a cache in mode "auto" keep files, which the device decodes. What was read ahead is dropped."""
-
-    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
-        """As `View.new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
-
-    def finish_batch(self, batch: Any) -> Any:
-        """Return the batch with all its rows filled, and `EncodedImages` in that place."""
-
-
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
 Reach = NDArray[np.int64] | None  # indices of samples; None: it may be any of them
 MadeSample = Callable[[], Any]  # makes one sample, or raises its error
-
-
-class Leaf(Protocol):
-    """A dataset that reads and writes rows.
-
-    Attributes:
-        counters: of this process; "get.ahead" counts the samples that were prefetched before they were used.
-    """
-
-    counters: Counters
 
 
 class View(ABC):
@@ -236,8 +205,8 @@ class View(ABC):
         self.uses_all = all(part.uses_all for part in parts)
         self.bulk = any(part.bulk for part in parts)
 
-    def leaves(self) -> Iterator[Leaf]:
-        """Return the datasets that read and write the rows."""
+    def leaves(self) -> Iterator[Any]:
+        """Return the datasets over a store, which read and write the rows."""
         for part in self.parts:
             yield from part.leaves()
 
@@ -286,10 +255,6 @@ class View(ABC):
 
     def streams(self) -> StreamDataset | None:
         """Return the dataset that can be read as streams in place of this one."""
-        return None
-
-    def encoded(self) -> EncodedRows | None:
-        """Return the dataset whose images may leave the worker encoded in place of this one's."""
         return None
 
     def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
@@ -373,6 +338,28 @@ class View(ABC):
     def finish_batch(self, batch: Any) -> Any:
         """Return a batch with all rows filled, as it is delivered."""
         return batch
+
+    # --- images that leave the worker encoded, to be decoded on the device
+
+    def encoded(self) -> View | None:
+        """Return the view whose images may do so in place of this one's; None: there is none."""
+        return None
+
+    def why_not_encoded(self, decode: str = "") -> str | None:
+        """Return None if that works as this dataset is set up; otherwise the reason why it does not.
+
+        Args:
+            decode: the loader's decoder; "": one that was already found to take what the cache keeps.
+        """
+        raise NotImplementedError
+
+    def keep_raw(self) -> None:
+        """Let a cache in mode "auto" keep files, which the device decodes. What was read ahead is dropped."""
+        raise NotImplementedError
+
+    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
+        """As `new_batch`, with an `EncodedBatch` in the place of the images."""
+        raise NotImplementedError
 
 
 class PlainView(View):

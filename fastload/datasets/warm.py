@@ -60,35 +60,13 @@ class Warmed(NamedTuple):
     passed: int = 0
 
 
-def warm(
-    indices: Iterable[int],
-    cache: Cache,
-    prefetcher: Prefetcher,
-    *,
-    key: Callable[[int], bytes],
-    size: Callable[[int], int],
-) -> Iterator[Warmed]:
-    """Put samples into the cache, in this order; when the iterator ends, everything is written.
+class Filling:
+    """Puts samples into a cache, once.
 
     Args:
         prefetcher: reads and prepares samples; has no cache of its own.
         key, size: index -> cache key, bytes of the object.
-
-    Raises:
-        StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
     """
-    filling = _Filling(cache, prefetcher, key, size)
-    try:
-        for warmed in filling.run(indices):
-            yield warmed
-            if warmed.outcome == "full":
-                return
-    finally:
-        filling.close()
-
-
-class _Filling:
-    """One call of `warm`."""
 
     def __init__(
         self, cache: Cache, prefetcher: Prefetcher, key: Callable[[int], bytes], size: Callable[[int], int]
@@ -102,6 +80,23 @@ class _Filling:
         self._elsewhere: list[int] = []  # samples that another run is reading
 
     def run(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """Put samples into the cache, in this order; when the iterator ends, everything is written.
+
+        Raises:
+            StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
+        """
+        try:
+            for warmed in self._outcomes(indices):
+                yield warmed
+                if warmed.outcome == "full":
+                    return
+        finally:
+            for index in self._requested:
+                self._cache.unlock_inflight(self._key(index))
+            self._prefetcher.close()
+            self._cache.flush()
+
+    def _outcomes(self, indices: Iterable[int]) -> Iterator[Warmed]:
         yield from self._read(indices)
         progress = time.monotonic()
         while self._elsewhere:
@@ -150,12 +145,6 @@ class _Filling:
         if isinstance(payload, Unindexed):
             payload = with_rows(payload.data)
         return Warmed(index, put(self._cache, key, payload), size)
-
-    def close(self) -> None:
-        for index in self._requested:
-            self._cache.unlock_inflight(self._key(index))
-        self._prefetcher.close()
-        self._cache.flush()
 
 
 class ToRead(NamedTuple):

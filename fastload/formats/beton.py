@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.mds import as_array
 from fastload.formats.pieces import hint
+from fastload.formats.values import as_array
 
 _VERSION = 2
 _HEADER = np.dtype(
@@ -227,20 +228,14 @@ def opener(field: BetonField) -> Callable[[Any], Any]:
     """Return a function that makes the value of what `BetonRecords` gives."""
     if field.kind in ("array", "tensor"):
         assert field.dtype is not None
-        return _Array(field.dtype, field.shape, tensor=field.kind == "tensor")
+        return partial(_open_array, dtype=field.dtype, shape=field.shape, tensor=field.kind == "tensor")
     openers: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "json": _open_json}
     return openers.get(field.kind, bytes)
 
 
-class _Array:
-    """Opens arrays and tensors of one dtype and shape."""
-
-    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...], *, tensor: bool) -> None:
-        self._dtype, self._shape, self._tensor = dtype, shape, tensor
-
-    def __call__(self, value: Any) -> Any:
-        array = as_array(memoryview(value), self._dtype, self._shape)
-        return torch.from_numpy(array) if self._tensor else array
+def _open_array(value: Any, *, dtype: np.dtype[Any], shape: tuple[int, ...], tensor: bool) -> Any:
+    array = as_array(memoryview(value), dtype, shape)
+    return torch.from_numpy(array) if tensor else array
 
 
 def _open_json(value: Any) -> Any:

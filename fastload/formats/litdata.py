@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,8 +28,8 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.mds import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
-from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets, framed_size
+from fastload.formats.pieces import FRAMED, FRAMED_HEAD, Offsets
+from fastload.formats.values import Open, as_array, as_text, check_size, open_list, pil_from_raw, unpickle
 
 _IMAGES = ("jpeg", "image")
 
@@ -84,8 +83,10 @@ def parse_index(told: dict[str, Any]) -> LitIndex:
             raise DecodeError("index.json names no leaves (data_format), or a chunk twice: write it again")
         leaves = [str(kind) for kind in kinds]
         spec = json.loads(config["data_spec"])[1]
-        names = _leaf_names(spec, len(leaves))
-        tree = _tree(spec, iter(names))
+        names: list[str] = []
+        tree = _tree(spec, (), names)
+        if len(names) != len(leaves) or len(set(names)) < len(names):
+            raise ValueError(f"a structure of the leaves {names[:20]} for {len(leaves)} formats")
     except DecodeError:
         raise
     except (
@@ -104,36 +105,26 @@ def parse_index(told: dict[str, Any]) -> LitIndex:
     return LitIndex(chunks, level, names, leaves, tree)
 
 
-def _leaf_names(spec: Any, count: int) -> list[str]:
-    """Return the names of leaves: their paths, "image" or "boxes.0"; "sample" where it is one leaf."""
-    names = [".".join(path) or "sample" for path in _paths(spec, ())]
-    if len(names) != count or len(set(names)) != count:
-        raise ValueError(f"a structure of the leaves {names[:20]} for {count} formats")
-    return names
-
-
 _DICTS = ("builtins.dict", "collections.OrderedDict")
 _SEQUENCES: dict[str, type] = {"builtins.list": list, "builtins.tuple": tuple}
 
 
-def _paths(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if node["type"] is None:
-        yield path
-        return
-    keys = json.loads(node["context"]) if node["type"] in _DICTS else range(len(node["children_spec"]))
-    for key, child in zip(keys, node["children_spec"], strict=True):
-        yield from _paths(child, (*path, str(key)))
+def _tree(node: Any, path: tuple[str, ...], names: list[str]) -> Any:
+    """Return the structure of the names of leaves, which are added to `names`.
 
-
-def _tree(node: Any, names: Iterator[str]) -> Any:
-    """Return the structure of names; None where a part of it is neither a dict, nor a list, nor a tuple."""
+    A name is the path of its leaf, "image" or "boxes.0"; "sample" where it is one leaf. None: a part of the
+    structure is neither a dict, nor a list, nor a tuple.
+    """
     if node["type"] is None:
-        return next(names)
-    parts = [_tree(child, names) for child in node["children_spec"]]
+        names.append(".".join(path) or "sample")
+        return names[-1]
+    children, is_dict = node["children_spec"], node["type"] in _DICTS
+    keys = json.loads(node["context"]) if is_dict else range(len(children))
+    parts = [_tree(child, (*path, str(key)), names) for key, child in zip(keys, children, strict=True)]
     if None in parts:
         return None
-    if node["type"] in _DICTS:
-        return dict(zip(json.loads(node["context"]), parts, strict=True))
+    if is_dict:
+        return dict(zip(keys, parts, strict=True))
     made = _SEQUENCES.get(node["type"])
     return None if made is None else made(parts)
 
@@ -154,9 +145,7 @@ def parse_frames(head: memoryview, count: int) -> Offsets:
             "the chunk is not one of zstd frames with the samples that index.json says: it is of another "
             "kind or of another dataset; copy it again"
         )
-    size = framed_size(count, 0)
     edges = np.frombuffer(head, "<u4", count + 1, FRAMED_HEAD.size).astype(np.uint64)
-    assert len(head) == size
     if edges[0] != 0 or not (edges[1:] > edges[:-1]).all():
         raise DecodeError("the offsets of its samples do not grow: the chunk is damaged; copy it again")
     return np.stack([edges[:-1], edges[1:] - edges[:-1]], axis=1)
@@ -176,7 +165,7 @@ def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
     if name in _IMAGES:
         return open_image
     if name == "jpeg_array":
-        return partial(_open_images, open_image=open_image)
+        return partial(open_list, open_one=open_image, start=0)
     if name == "pickle":
         return unpickle if unsafe else None
     if name in ("no_header_numpy", "no_header_tensor"):
@@ -257,10 +246,6 @@ def _open_number(value: Any, *, form: str) -> Any:
 
 def _open_bool(value: Any) -> bool:
     return bool(value[0])
-
-
-def _open_images(value: Any, *, open_image: Open) -> list[Any]:
-    return [open_image(one) for one in cut_list(value, 0)]
 
 
 _MOST_DEPTH = 64

@@ -17,6 +17,7 @@ text's length would refuse sound files.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,10 +94,7 @@ def column_ranges(
         return found, inflated
     for leaf in leaves:
         chunk = row_group.column(leaf)
-        starts = [chunk.data_page_offset]
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-            starts.append(chunk.dictionary_page_offset)
-        start = min(starts)
+        start = _start_of(chunk)
         stop = start + chunk.total_compressed_size
         if chunk.file_path or not 0 < start <= stop <= size - footer:
             raise DecodeError(
@@ -107,6 +105,11 @@ def column_ranges(
         found.append((start, min(stop + _PADDING, size)))
         inflated += chunk.total_uncompressed_size
     return _joined(sorted(found)), inflated
+
+
+def _start_of(chunk: Any) -> int:
+    has_dictionary = chunk.has_dictionary_page and chunk.dictionary_page_offset
+    return int(min(chunk.data_page_offset, chunk.dictionary_page_offset if has_dictionary else math.inf))
 
 
 def _joined(ranges: Ranges) -> Ranges:
@@ -247,10 +250,7 @@ def decoded_bytes(metadata: Any, group: int, leaves: Iterable[int], source: Any,
 
 
 def _pages(chunk: Any, source: Any) -> list[_Page]:
-    starts = [chunk.data_page_offset]
-    if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-        starts.append(chunk.dictionary_page_offset)
-    at = min(starts)
+    at = _start_of(chunk)
     stop, pages = at + chunk.total_compressed_size, []
     while at < stop:
         pages.append(_page(source, at, stop))

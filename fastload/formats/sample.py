@@ -6,20 +6,15 @@ start of the record, so that they can be used in place.
     N T F            None, True, False
     i  int64         int            I  u32 text     int beyond 64 bits, in hexadecimal
     d  float64       float          s  u32 utf-8    str           b  u64 bytes   bytes
-    S  u32 utf-8     numpy.str_     B  u64 bytes    numpy.bytes_
+    S  u32 utf-8     numpy.str_     B  u64 bytes    numpy.bytes_  v  u64 bytes   memoryview of bytes
     l t m  u32 n ..  list, tuple, dict (key, value, ...)
     a  dtype, shape, data           numpy array     g  same, scalar   numpy scalar     x  same   torch tensor
 
 Text may have lone surrogates, like file names that are not UTF-8. Arrays and tensors are stored in C order.
 
+A memoryview is loaded as a view of the record, so that the large values of a row are read without a copy.
+
 Loading stays inside the record: a length that points outside it is an error, and no code is executed.
-
-A row of a table keeps its large binary values last, so that they are read without a copy:
-
-    head: (values, binaries), a tuple as above  |  binary values  |  u32 size of the head
-
-`values` maps each name to its value, in order, and to None for those in `binaries`, which maps their names to
-their sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,8 +96,8 @@ def dump(sample: Any) -> memoryview:
     """Return the sample as one record, in memory of its own.
 
     Raises:
-        ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor,
-            `Drawn`, or list, tuple or dict of these. The message names the value's type and place.
+        ArgumentError: a value is none of None, bool, int, float, str, bytes, memoryview, numpy array, torch
+            tensor, `Drawn`, or list, tuple or dict of these. The message names the value's type and place.
         Exception: what `draw` of a `Drawn` raises.
     """
     out = _Record()
@@ -160,6 +155,11 @@ def _write_text(out: _Record, value: str, path: str, depth: int) -> None:
 
 def _write_bytes(out: _Record, value: bytes, path: str, depth: int) -> None:
     out.add(struct.pack("<cQ", b"b" if type(value) is bytes else b"B", len(value)) + value)
+
+
+def _write_view(out: _Record, value: memoryview, path: str, depth: int) -> None:
+    out.add(struct.pack("<cQ", b"v", value.nbytes))
+    out.add_block(value.cast("B"))
 
 
 def _write_sequence(out: _Record, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> None:
@@ -242,6 +242,7 @@ _WRITERS: dict[type, _Writer] = {
     bytes: _write_bytes,
     np.str_: _write_text,  # as an array it would lose zeros at its end
     np.bytes_: _write_bytes,
+    memoryview: _write_view,
     list: _write_sequence,
     tuple: _write_sequence,
     dict: _write_dict,
@@ -259,7 +260,7 @@ def _read(memory: memoryview, at: int, depth: int, readonly: bool) -> tuple[Any,
         return {"N": None, "T": True, "F": False}[tag], at
     if tag in "id":
         return (_INT64 if tag == "i" else _FLOAT64).unpack_from(memory, at)[0], at + 8
-    if tag in "IsbSB":
+    if tag in "IsbvSB":
         return _read_bytes(memory, at, tag)
     if tag in "ltm":
         return _read_container(memory, at, tag, depth, readonly)
@@ -269,11 +270,13 @@ def _read(memory: memoryview, at: int, depth: int, readonly: bool) -> tuple[Any,
 
 
 def _read_bytes(memory: memoryview, at: int, tag: str) -> tuple[Any, int]:
-    form = _UINT64 if tag in "bB" else _UINT32
+    form = _UINT64 if tag in "bBv" else _UINT32
     (size,) = form.unpack_from(memory, at)
     at += form.size
     if size > memory.nbytes - at:
         raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
+    if tag == "v":
+        return memory[at : at + size], at + size
     data = bytes(memory[at : at + size])
     if tag == "I":
         if not _LARGE_INT.fullmatch(data):
@@ -324,36 +327,3 @@ def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[
     else:
         value = data.view(dtype).reshape(shape)[() if tag == "g" else ...]
     return value, at + size
-
-
-def dump_row(values: Mapping[str, Any]) -> memoryview:
-    """Return the row as one record. Its memoryviews come last; all other values are those of `dump`."""
-    binaries = {name: value for name, value in values.items() if isinstance(value, memoryview)}
-    plain = {name: None if name in binaries else value for name, value in values.items()}
-    head = dump((plain, {name: len(value) for name, value in binaries.items()}))
-    return memoryview(b"".join((head, *binaries.values(), _UINT32.pack(len(head)))))
-
-
-def load_row(record: Any) -> dict[str, Any]:
-    """Return the values of a row; those that were memoryviews are views of the record.
-
-    Raises:
-        DecodeError: the record was not made by `dump_row`.
-    """
-    memory = memoryview(record)
-    at = len(memory) - _UINT32.size
-    (stop,) = _UINT32.unpack_from(memory, at) if at >= 0 else (len(memory),)
-    if stop > at:
-        raise DecodeError("not a cached row: it is too short")
-    head = load(memory[:stop])
-    if not (isinstance(head, tuple) and len(head) == 2 and all(type(part) is dict for part in head)):
-        raise DecodeError("not a cached row: its head has no values and sizes")
-    values: dict[str, Any] = head[0]
-    for name, size in head[1].items():
-        if not isinstance(size, int) or not 0 <= size <= at - stop:
-            raise DecodeError(f"not a cached row: a value of {size!r:.60} bytes")
-        values[name] = memory[stop : stop + size]
-        stop += size
-    if stop != at:
-        raise DecodeError("not a cached row: its values do not fill it")
-    return values

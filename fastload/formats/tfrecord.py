@@ -296,16 +296,10 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
     while at < stop:
         tag, at = _varint(message, at)
         wire = tag & 7
-        if wire == _BYTES:
-            size, at = _varint(message, at)
-            if size > stop - at:
-                raise ValueError(f"a field of {size} bytes, but only {stop - at} are left")
-            content = message[at : at + size]
-            at += size
-        elif wire == _VARINT:
+        if wire == _VARINT:
             content, at = _varint(message, at)
-        elif wire in (_FIXED32, _FIXED64):
-            size = 4 if wire == _FIXED32 else 8
+        elif wire in (_BYTES, _FIXED32, _FIXED64):
+            size, at = _varint(message, at) if wire == _BYTES else (4 if wire == _FIXED32 else 8, at)
             if size > stop - at:
                 raise ValueError(f"a field of {size} bytes, but only {stop - at} are left")
             content = message[at : at + size]

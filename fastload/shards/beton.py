@@ -29,7 +29,7 @@ from fastload.shards.catalog import ShardList, index_shards, read_head
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.formats import BETON
 from fastload.shards.index import RecordOffsets
-from fastload.shards.reader import Shard
+from fastload.shards.reader import Shard, naming, read_in_turn
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store
 from fastload.store.failures import Wait, sleep
@@ -112,11 +112,8 @@ class BetonDataset(ShardDataset):
         check_decode(fields, decode)
         kept_in = as_cache(cache)
         shards = ShardList(url, BETON, kept_in, listing_max_age, storage_options)
-        try:
+        with naming(shards[0].key):
             _, found = read_fields(shards.store, shards[0], sleep)
-        except DecodeError as error:
-            error.key = shards[0].key
-            raise
         shape = Shape(tuple(field.name for field in found) if fields is None else fields)
         columns = {
             field.name: Column(field.kind, opener(field), image=field.kind == "image") for field in found
@@ -145,11 +142,8 @@ def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, li
 
 def _read(store: Store, shard: Shard, start: int, stop: int, wait: Wait) -> bytes:
     """Return the bytes [start, stop) of a file, request by request."""
-    edges = range(start, stop, _PIECE)
-    return b"".join(
-        store.read_range(shard.key, edge, min(edge + _PIECE, stop), shard.version, wait=wait)
-        for edge in edges
-    )
+    ranges = ((edge, min(edge + _PIECE, stop)) for edge in range(start, stop, _PIECE))
+    return b"".join(iter(read_in_turn(store, shard, ranges, wait), None))
 
 
 def _text(fields: list[BetonField]) -> str:

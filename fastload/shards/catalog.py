@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,14 @@ from fastload.shards.formats import (
     FORMATS,
     Named,
     ShardFormat,
+    check_name,
     format_of_index,
     is_index,
     listed_url,
     resolve,
 )
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
-from fastload.shards.reader import Shard, read_in_turn
+from fastload.shards.reader import Shard, naming, read_in_turn
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
 from fastload.store.listing import ListingQuery, Selection
@@ -41,6 +42,7 @@ _log = logging.getLogger("fastload")
 _READS = 64  # at once, of index files and of first bytes of shards
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
+T = TypeVar("T")
 _GLOB = re.compile(r"[*?\[\]{}]")
 
 
@@ -282,15 +284,12 @@ def index_shards(
 
     def read(number: int) -> RecordOffsets:
         shard = shards[number]
-        try:
+        with naming(shard.key):
             records = read_index(shards.store, shard, sleep)
             largest = int(records.offsets[:, 1].max(initial=0)) if records.compressed else 0
             if largest > most:
                 raise DecodeError(too_large("a sample", largest, most))
             return records
-        except DecodeError as error:
-            error.key = shard.key
-            raise
 
     add = index.add_and_keep if index.kept else index.add
     with ThreadPoolExecutor(_READS) as pool:
@@ -366,10 +365,19 @@ def read_json(
     return root, document
 
 
-def list_shards(root: str, names: list[str], form: ShardFormat, *how_listed: Any) -> ShardList:
-    """Return the shards that an index.json lists, in its order. `how_listed`: as of `ShardList`."""
-    if not names:
+def list_shards(
+    root: str, entries: Mapping[Any, T], form: ShardFormat, *how_listed: Any
+) -> tuple[ShardList, dict[str, T]]:
+    """Return the shards that an index.json lists, in its order, and their entries there by key.
+
+    Args:
+        entries: name of a file -> what index.json says of it.
+        how_listed: as of `ShardList`.
+    """
+    if not entries:
         raise ArgumentError(f"{root!r}: index.json lists no shards")
     if _GLOB.search(root):
         raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
-    return ShardList([f"{root}/{name}" for name in names], form, *how_listed, in_order=True)
+    urls = [f"{root}/{check_name(name, root)}" for name in entries]
+    shards = ShardList(urls, form, *how_listed, in_order=True)
+    return shards, {shards[number].key: entry for number, entry in enumerate(entries.values())}

@@ -22,7 +22,7 @@ from fastload.datasets.columns import Chunk, Fault, Form, Forms, Rows
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
-from fastload.formats.sample import dump_row
+from fastload.formats.sample import dump
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
@@ -82,9 +82,7 @@ class GroupSource(Source):
     def read(self, index: int, wait: Wait) -> Buffer:
         shard, group = self._groups.where(index)
         try:
-            ranges = self._groups.ranges(shard, group, wait)
-            pieces = [(start, self._groups.read_range(shard, wait, start, stop)) for start, stop in ranges]
-            return _dumped(self._groups.table(shard, group, pieces, wait).select(self._files.columns))
+            return _dumped(self._groups.read(shard, group, wait).select(self._files.columns))
         except FastloadError as error:
             error.key = self.name(index)
             raise
@@ -178,7 +176,7 @@ class ColumnGroups(Prefetcher):
                 self._table = first, self._read(first)
                 self._requested.discard(first)
             row = self._table[1].slice(index - first, 1)
-        return dump_row({name: values[0] for name, values in row_columns(row).items()})
+        return dump({name: values[0] for name, values in row_columns(row).items()})
 
     def why_not(self, fault: Fault) -> str:
         return (

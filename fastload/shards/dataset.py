@@ -21,7 +21,7 @@ from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.store_dataset import StoreDataset, some_of
 from fastload.datasets.warm import ToRead, Warmed
 from fastload.fetch.reads import Source, record_name, split_name
 from fastload.images.rng import mix_all
@@ -37,11 +37,9 @@ from fastload.shards.records import (
     RecordSource,
 )
 from fastload.shards.stream import ShuffledStream, StreamedRecord
-from fastload.store.budget import RequestBudget
 from fastload.store.failures import sleep
 from fastload.store.node import ProcessLocal
 
-_OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -53,15 +51,13 @@ class _Here(NamedTuple):
 
     Attributes:
         pending: the records that streams have delivered.
-        offsets: of the records that were used last, for errors about them.
         key_beginnings: the first parts of the cache keys of each shard's records.
         streams: that are open.
     """
 
     pending: PendingRecords
-    offsets: dict[int, int]
     key_beginnings: dict[int, Digest]
-    streams: list[ShuffledStream[int]]
+    streams: list[ShuffledStream]
 
 
 class ShardDataset(StoreDataset):
@@ -100,6 +96,7 @@ class ShardDataset(StoreDataset):
         self._form = form
         self._payloads = RecordPayloads(cache, fields, decode, transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
+        self._budget = self._shards.store.budget
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
         if form.index_files is not None:
@@ -113,10 +110,6 @@ class ShardDataset(StoreDataset):
         self._settle_mode(self._shards.total_bytes() if read_index is None else self._index.total_bytes())
 
     _passing = StoreDataset._passing | {"_index", "_reads_at_random", "_hint"}
-
-    @property
-    def _budget(self) -> RequestBudget | None:
-        return self._shards.store.budget
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:
@@ -177,31 +170,22 @@ class ShardDataset(StoreDataset):
         """
         if not self._form.can_stream:
             return self.warm(self._records_of(shards))
-        return self._filling().run(shards)
+        return ShardFilling(self._indexed(), self._own_cache()).run(shards)
 
     def _left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """Return what `_warm_shards` has to read. Raises as `warm`."""
         if not self._form.can_stream:
             return self._left_to_warm(self._records_of(shards))
-        return self._filling().left(shards)
+        return ShardFilling(self._indexed(), self._own_cache()).left(shards)
 
     def _records_of(self, shards: Iterable[int]) -> Iterator[int]:
         return (record for shard in shards for record in self._index.records_of(shard))
 
-    def _filling(self) -> ShardFilling:
-        return ShardFilling(
-            self._indexed(),
-            self._cache_to_fill(),
-            prepare=self._payloads.encode,
-            key=self._cache_key_at,
-            counters=self.counters,
-        )
-
     # --- read ahead
 
     def key(self, index: int) -> str:
-        used = self._here.get().offsets
-        return self._name(index) if index in used else super().key(index)
+        streamed = self._here.get().pending.offset(index) is not None
+        return self._name(index) if streamed else super().key(index)
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
@@ -255,10 +239,18 @@ class ShardDataset(StoreDataset):
     # --- what `StoreDataset` asks for
 
     def _source(self) -> Source:
-        return RecordSource(self._indexed(), self._cache_key_at)
+        return RecordSource(self._indexed())
 
     def _indexed(self) -> IndexedShards:
-        return IndexedShards(self._shards, self._form, self._index, self._blocks())
+        return IndexedShards(
+            self._shards,
+            self._form,
+            self._index,
+            self._cache_key_at,
+            self._payloads.encode,
+            self.counters,
+            self._blocks(),
+        )
 
     def _record(self, index: int) -> int:
         """Return the packed `RecordId` of a sample's number, or of an id that a stream has delivered."""
@@ -276,9 +268,8 @@ class ShardDataset(StoreDataset):
         return self._index.record_id(check_index(index, len(self._index), f"samples of {self.url}"))
 
     def _name(self, record: int) -> str:
-        here = self._here.get()
         shard = self._shards[RecordId.unpack(record).shard].key
-        offset = here.pending.offset(record) if record in here.pending else here.offsets.get(record)
+        offset = self._here.get().pending.offset(record)
         return record_name(shard, self._index.locate(record)[0] if offset is None else offset)
 
     def _cache_key(self, record: int) -> bytes:
@@ -294,14 +285,11 @@ class ShardDataset(StoreDataset):
         return SampleBuilder(fields, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
-        here = self._here.get()
-        if record not in here.pending:
+        pending = self._here.get().pending
+        if record not in pending:
             return super()._get(record)
-        if len(here.offsets) >= _OFFSETS_KEPT:
-            here.offsets.clear()
-        here.offsets[record] = here.pending.offset(record)
         self.counters.add("get.ahead")
-        return here.pending.get(record)
+        return pending.get(record)
 
     # --- which record, and under which key
 
@@ -348,8 +336,7 @@ class ShardDataset(StoreDataset):
 
     def _some_keys(self) -> list[bytes]:
         """Return the keys of the first records of some shards that are indexed."""
-        some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
-        tables = {shard: self._index.get(shard) for shard in some}
+        tables = {shard: self._index.get(shard) for shard in some_of(len(self._shards))}
         return [
             self._cache_key(RecordId(shard, 0).pack())
             for shard, table in tables.items()
@@ -361,24 +348,6 @@ class ShardDataset(StoreDataset):
     def _streams(self) -> ShardStreams:
         return ShardStreams(self)
 
-    def _must_stream(self) -> bool:
-        if not self._reads_at_random:
-            self._reads_at_random = self._index.complete() and self._random_pays()
-        return not self._reads_at_random
-
-    def _open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
-        here = self._here.get()
-        here.streams[:] = [stream for stream in here.streams if not stream.closed]
-        here.streams.append(self._opener().open(state, self._add_pending))
-        return here.streams[-1]
-
-    def _add_pending(self, found: StreamedRecord) -> int:
-        record = RecordId(found.shard, found.ordinal).pack()
-        if found.record.error is not None:
-            found.record.error.key = record_name(self._shards[found.shard].key, found.record.offset)
-        self._here.get().pending.add(record, found)
-        return record
-
     def _keep(self, found: StreamedRecord, payload: Any) -> None:
         if self.cache is not None:
             wait = _COMPRESSED_PATIENCE if found.compressed else 0.0
@@ -386,19 +355,8 @@ class ShardDataset(StoreDataset):
 
     @cached_property
     def _here(self) -> ProcessLocal[_Here]:
-        return ProcessLocal(self._new_here)
-
-    def _new_here(self) -> _Here:
-        return _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, {}, [])
-
-    def _opener(self) -> EpochStreams:
-        return EpochStreams(
-            self._indexed(),
-            self.cache,
-            key=self._cache_key_at,
-            read_again=self._read_again,
-            options=self._options,
-            counters=self.counters,
+        return ProcessLocal(
+            lambda: _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, [])
         )
 
     def _blocks(self) -> RecordBlocks | None:
@@ -424,16 +382,21 @@ class ShardStreams:
         return self._dataset._indexed_length()
 
     def must_stream(self) -> bool:
-        return self._dataset._must_stream()
+        dataset = self._dataset
+        if not dataset._reads_at_random:
+            dataset._reads_at_random = dataset._index.complete() and dataset._random_pays()
+        return not dataset._reads_at_random
 
     def plan_streams(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
     ) -> list[dict[str, Any]]:
-        opener = self._dataset._opener()
-        return opener.plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+        return self._epochs().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
-    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
-        return self._dataset._open_stream(state)
+    def open_stream(self, state: dict[str, Any]) -> ShuffledStream:
+        here = self._dataset._here.get()
+        here.streams[:] = [stream for stream in here.streams if not stream.closed]
+        here.streams.append(self._epochs().open(state, self._hold))
+        return here.streams[-1]
 
     def known_indexes(self) -> dict[int, bytes]:
         self._dataset._index.complete()  # looks for those of other processes
@@ -441,3 +404,15 @@ class ShardStreams:
 
     def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
         self._dataset._index.load(indexes)
+
+    def _epochs(self) -> EpochStreams:
+        dataset = self._dataset
+        return EpochStreams(dataset._indexed(), dataset.cache, dataset._options, dataset._read_again)
+
+    def _hold(self, found: StreamedRecord) -> int:
+        """Let a record wait for its sample; return its packed `RecordId`."""
+        record = RecordId(found.shard, found.ordinal).pack()
+        if found.record.error is not None:
+            found.record.error.key = record_name(self._dataset._shards[found.shard].key, found.record.offset)
+        self._dataset._here.get().pending.add(record, found)
+        return record

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastload.errors import ArgumentError, DecodeError, NotFoundError
+from fastload.errors import ArgumentError, NotFoundError
 from fastload.formats.tokens import DocumentBounds, document_bounds
 from fastload.shards.catalog import ShardList
+from fastload.shards.reader import naming
 
 _READS = 64  # at once
 
@@ -57,17 +58,15 @@ def _read(shards: ShardList, number: int, ending: str, dtype: np.dtype[Any], tok
     folder, slash, name = shard.rpartition("/")
     key = f"{folder}{slash}{name.rpartition('.')[0] or name}{ending}"
     try:
-        body = bytes(shards.store.read(key))
-        bounds = document_bounds(body, shards.store.reading.max_inflated)
+        with naming(key):
+            body = bytes(shards.store.read(key))
+            bounds = document_bounds(body, shards.store.reading.max_inflated)
     except NotFoundError as error:
         raise NotFoundError(
             f"there is no index {key!r} of the documents of {shard!r}: give the ending that the indexes have "
             "as documents=, or write them",
             key=key,
         ) from error
-    except DecodeError as error:
-        error.key = key
-        raise
     _check(bounds, f"index {key!r} does not fit {shard!r}", dtype, tokens)
     return bounds
 

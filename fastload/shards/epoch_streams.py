@@ -5,6 +5,7 @@ A plan is pure arithmetic, the same in every process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import heapq
@@ -17,7 +18,6 @@ from fastload.cache import Cache
 from fastload.checks import parse_size, whole_number
 from fastload.errors import ArgumentError
 from fastload.fetch.threads import ReadPool, process_share
-from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 from fastload.shards.index import RecordId
 from fastload.shards.reader import CachedReader, ReadAhead
@@ -50,9 +50,6 @@ class StreamPlan(NamedTuple):
     per_rank: int
     split: bool
     listing: str
-
-    def to_json(self) -> dict[str, Any]:
-        return self._asdict()
 
     def spans(self, units: Sequence[Span], weights: Sequence[int]) -> list[Span]:
         """Return what this stream reads, in order.
@@ -111,25 +108,19 @@ class StreamOptions(NamedTuple):
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        return cls(whole_number("cycle_length", cycle_length), *_buffer(shuffle_buffer))
+        cycle_length = whole_number("cycle_length", cycle_length)
+        if isinstance(shuffle_buffer, int) and shuffle_buffer >= 1:
+            return cls(cycle_length, shuffle_buffer, 1 << 62)
+        with contextlib.suppress(ArgumentError):
+            if isinstance(shuffle_buffer, str):
+                return cls(cycle_length, most_bytes=parse_size(shuffle_buffer))
+        raise ArgumentError(
+            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
+            f"found {shuffle_buffer!r:.100}"
+        )
 
 
 STREAMED = StreamOptions()
-
-
-def _buffer(shuffle_buffer: Any) -> tuple[int, int]:
-    """Return (records, bytes) of a block at most."""
-    if isinstance(shuffle_buffer, str):
-        try:
-            return 1 << 30, max(1, parse_size(shuffle_buffer))
-        except ArgumentError:
-            shuffle_buffer = shuffle_buffer[:100]
-    if not isinstance(shuffle_buffer, int) or shuffle_buffer < 1:
-        raise ArgumentError(
-            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
-            f"found {shuffle_buffer!r}"
-        )
-    return shuffle_buffer, 1 << 62
 
 
 class EpochStreams:
@@ -138,29 +129,22 @@ class EpochStreams:
     Args:
         shards: what to read.
         cache: a shard of which it has all records is not read again; or None.
-        key: (shard, offset) -> cache key.
-        read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
         options: of all streams.
-        counters: get.* are added here.
+        read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
     """
 
     def __init__(
         self,
         shards: IndexedShards,
         cache: Cache | None,
-        *,
-        key: Callable[[int, int], bytes],
-        read_again: Callable[[int], Any],
         options: StreamOptions,
-        counters: Counters,
+        read_again: Callable[[int], Any],
     ) -> None:
         self._indexed = shards
         self._shards, self._index, self._blocks = shards.listed, shards.index, shards.blocks
         self._cache = cache
-        self._key = key
-        self._read_again = read_again
         self._options = options
-        self._counters = counters
+        self._read_again = read_again
         self._listing = self._shards.digest
         if self._blocks is not None:
             self._listing += f" {self._blocks.key}"
@@ -184,9 +168,9 @@ class EpochStreams:
             StreamPlan(seed, epoch, shuffle, stream, streams, count, split, self._listing)
             for stream in range(rank * count, (rank + 1) * count)
         ]
-        return [{"plan": plan.to_json(), "at": None} for plan in plans]
+        return [{"plan": plan._asdict(), "at": None} for plan in plans]
 
-    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream[int]:
+    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream:
         """Return the stream from `state` on.
 
         Args:
@@ -217,7 +201,7 @@ class EpochStreams:
         reading = readers if plan.shuffle else readers + spare
         ahead = ReadAhead.of(most_bytes, reading)
         requests = reading * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
-        pool = ReadPool(max(1, min(requests, limit.most)), self._counters)
+        pool = ReadPool(max(1, min(requests, limit.most)), self._indexed.counters)
         interleave = Interleave(
             self._spans(plan),
             functools.partial(self._open_reader, pool, ahead),
@@ -226,7 +210,7 @@ class EpochStreams:
             position=None if at is None else at["position"],
         )
         return ShuffledStream(
-            plan.to_json(),
+            plan._asdict(),
             interleave,
             pool,
             hold,
@@ -254,7 +238,7 @@ class EpochStreams:
                 records.offset_of(ordinal) if offset is None else offset,
                 len(records.offsets) if span.stop is None else span.stop,
                 self._cache,
-                functools.partial(self._key, span.shard),
+                functools.partial(self._indexed.key, span.shard),
                 lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
             )
             if cached.complete():

@@ -55,28 +55,15 @@ class ShardFilling:
     Args:
         shards: what to read.
         cache: filled.
-        prepare: payload -> what the cache keeps; None: the payload.
-        key: (shard, offset) -> cache key.
-        counters: get.* are added here.
     """
 
-    def __init__(
-        self,
-        shards: IndexedShards,
-        cache: Cache,
-        *,
-        prepare: Callable[[Any], Any] | None,
-        key: Callable[[int, int], bytes],
-        counters: Counters,
-    ) -> None:
-        self._indexed = shards
+    def __init__(self, shards: IndexedShards, cache: Cache) -> None:
+        self._indexed, self._cache = shards, cache
         self._shards, self._index, self._blocks = shards.listed, shards.index, shards.blocks
-        self._cache = cache
-        self._prepare = prepare
-        self._key = key
+        self._key, self._encode = shards.key, shards.encode
         limit, most_bytes = process_share(self._shards.store)
         self._ahead = ReadAhead.of(min(most_bytes, _AHEAD_BYTES), _READERS)
-        self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), counters)
+        self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), shards.counters)
         self._written: list[_Written] = []
         self._blocks_of: dict[int, list[Span]] = {}  # by shard
         for block in [] if self._blocks is None else self._blocks.spans():
@@ -173,7 +160,7 @@ class ShardFilling:
         try:
             if record.error is not None:
                 raise record.error
-            payload = record.payload if self._prepare is None else self._prepare(record.payload)
+            payload = record.payload if self._encode is None else self._encode(record.payload)
         except DecodeError as error:
             name = record_name(self._shards[found.shard].key, record.offset)
             why = f"{type(error).__name__}: {error.message}"

@@ -1,9 +1,7 @@
 """The index of a dataset's shards: the offset of every record, from index files or found while streaming.
 
-    "fastplac" | xxh3 of what follows | its size | size of the facts | facts (JSON) | uint64 (n, 2) | heads
-
 One file per shard, kept in the cache's folder of listings. The process that reads a shard to its end writes
-the file, and all other processes find it there.
+the file, and all other processes find it there. See `seal` for its form.
 """
 
 from __future__ import annotations
@@ -13,14 +11,12 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import logging
 import os
-import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -28,17 +24,30 @@ from numpy.typing import NDArray
 
 from fastload.errors import CacheError
 from fastload.formats.pieces import Offsets
+from fastload.formats.sample import dump, load
 from fastload.store.node import open_kept, save_kept
 
 _log = logging.getLogger("fastload")
-
-_MAGIC = b"fastplac"
-_HEAD = struct.Struct("<8sQQ")
 
 
 def digest_of(text: str, size: int = 8) -> str:
     """Return a short text that stands for another one."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest()
+
+
+def seal(identity: str, value: Any) -> bytes:
+    """Return a value that is kept: as `formats.sample` has it, with what it is of, and a checksum behind."""
+    body = dump((identity, value))
+    return b"".join((body, xxhash.xxh3_64_digest(body)))
+
+
+def unseal(data: bytes, identity: str) -> Any:
+    """Return the value that `seal` made bytes of, of the same; None for anything else."""
+    body = memoryview(data)[:-8]
+    if xxhash.xxh3_64_digest(body) != data[-8:]:
+        return None
+    found, value = load(body, readonly=True)
+    return value if found == identity else None
 
 
 class Fault(NamedTuple):
@@ -71,36 +80,17 @@ class RecordOffsets(NamedTuple):
 
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
-        bad = {str(ordinal): fault for ordinal, fault in self.bad.items()}
-        told = {"shard": shard, "bad": bad, "compressed": self.compressed, "doubted": self.doubted}
-        if self.heads is not None:
-            told["head"] = self.heads.shape[1]
-        facts = json.dumps(told).encode()
-        facts += b" " * (-len(facts) % 8)
-        body = struct.pack("<Q", len(facts)) + facts + np.ascontiguousarray(self.offsets, "<u8").tobytes()
-        if self.heads is not None:
-            body += self.heads.tobytes()
-        return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), len(body)) + body
+        bad = {ordinal: tuple(fault) for ordinal, fault in self.bad.items()}
+        return seal(shard, (self.offsets, bad, self.compressed, self.doubted, self.heads))
 
     @classmethod
     def load(cls, data: bytes, shard: str) -> RecordOffsets | None:
         """Return what `dump` wrote for that shard; None for anything else."""
-        if len(data) < _HEAD.size + 8:
+        found = unseal(data, shard)
+        if found is None:
             return None
-        magic, checksum, size = _HEAD.unpack_from(data)
-        body = data[_HEAD.size :]
-        if (magic, size) != (_MAGIC, len(body)) or xxhash.xxh3_64_intdigest(body) != checksum:
-            return None
-        (facts_size,) = struct.unpack_from("<Q", body)
-        facts = json.loads(body[8 : 8 + facts_size])
-        if facts["shard"] != shard:
-            return None
-        head = facts.get("head")
-        count, start = (len(body) - 8 - facts_size) // (16 + (head or 0)), 8 + facts_size
-        offsets = np.frombuffer(body, "<u8", 2 * count, start).reshape(-1, 2)
-        heads = np.frombuffer(body, np.uint8, offset=start + 16 * count).reshape(-1, head) if head else None
-        bad = {int(ordinal): Fault(*fault) for ordinal, fault in facts["bad"].items()}
-        return cls(offsets, bad, facts["compressed"], facts["doubted"], heads)
+        records = cls(*found)
+        return records._replace(bad={ordinal: Fault(*fault) for ordinal, fault in records.bad.items()})
 
 
 class ShardIndex:
@@ -265,7 +255,7 @@ class ShardIndex:
             return None
         try:
             records = RecordOffsets.load(data, self._identity(shard))
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        except (ValueError, TypeError, AttributeError):
             records = None
         if records is not None and 0 < records.doubted < self._begun:
             return None  # until the shard was read again

@@ -13,7 +13,7 @@ import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import shorten_errors
-from fastload.datasets.sample_fields import Shape
+from fastload.datasets.sample_fields import Shape, map_leaves
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.litdata import (
     formats,
@@ -28,7 +28,7 @@ from fastload.images.decode import decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import LITDATA, check_name
+from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
@@ -61,13 +61,9 @@ class _Tree(Shape):
     """The structure that the samples were written with: dicts, lists and tuples of leaves, or one leaf."""
 
     def __init__(self, tree: Any) -> None:
-        leaves: list[str] = []
-        _map(tree, leaves.append)
-        self.leaves = {name: name for name in leaves}
+        self.leaves = {}
+        map_leaves(tree, lambda name: self.leaves.setdefault(name, name))
         self._structure = tree
-
-    def sample(self, values: Mapping[str, Any]) -> Any:
-        return _map(self._structure, values.__getitem__)
 
 
 class LitDataset(ShardDataset):
@@ -156,9 +152,7 @@ class LitDataset(ShardDataset):
             )
             for name, form in zip(told.names, told.formats, strict=True)
         }
-        names = [check_name(name, root) for name in told.chunks]
-        shards = list_shards(root, names, LITDATA, kept_in, listing_max_age, options)
-        counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
+        shards, counts = list_shards(root, told.chunks, LITDATA, kept_in, listing_max_age, options)
         form = LITDATA
         if told.compression == "sample":
             unwrap = functools.partial(_inflate, most=shards.store.reading.max_inflated)
@@ -204,11 +198,3 @@ def _inflate(record: memoryview, most: int) -> memoryview:
     if not frame.eof and len(inflated) == most:
         raise DecodeError(too_large("a sample", most + 1, most))
     return memoryview(inflated)
-
-
-def _map(tree: Any, function: Callable[[str], Any]) -> Any:
-    if isinstance(tree, str):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: _map(part, function) for key, part in tree.items()}
-    return type(tree)(_map(part, function) for part in tree)

@@ -16,7 +16,6 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import (
     IMAGES,
     MDSShard,
-    as_pil,
     encodings,
     opener,
     parse_shard,
@@ -24,6 +23,7 @@ from fastload.formats.mds import (
     split_values,
     table_size,
 )
+from fastload.formats.values import as_pil
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
@@ -124,8 +124,7 @@ class MDSDataset(ShardDataset):
             )
             for column in columns
         }
-        shards = list_shards(root, list(found), MDS, kept_in, listing_max_age, options)
-        listed = {shards[number].key: entry for number, entry in enumerate(found.values())}
+        shards, listed = list_shards(root, found, MDS, kept_in, listing_max_age, options)
         split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(
             url,

@@ -41,25 +41,16 @@ class _RowSource(RecordSource):
     """A sample is a row, read with its row group.
 
     Args:
-        shards, key: see `RecordSource`.
+        shards: see `RecordSource`.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
-        prepare: a row -> what the cache keeps of it; None: the row.
     """
 
-    def __init__(
-        self,
-        shards: IndexedShards,
-        key: Callable[[int, int], bytes],
-        *,
-        groups: RowGroups,
-        cache: Cache | None,
-        prepare: Callable[[Any], Any] | None,
-    ) -> None:
-        super().__init__(shards, key)
+    def __init__(self, shards: IndexedShards, groups: RowGroups, cache: Cache | None) -> None:
+        super().__init__(shards)
         self._groups = groups
         self._cache = cache
-        self._prepare = prepare
+        self._encode = shards.encode
 
     def read(self, index: int, wait: Wait) -> Buffer:
         shard, ordinal = RecordId.unpack(index)
@@ -78,7 +69,7 @@ class _RowSource(RecordSource):
                 continue
             row = rows.record(other)
             try:
-                payload = row if self._prepare is None else self._prepare(row)
+                payload = row if self._encode is None else self._encode(row)
             except FastloadError:  # of that row, for whoever asks for it
                 continue
             if not cache.write(self.cache_key(RecordId(shard, other).pack()), payload, _PATIENCE):
@@ -194,8 +185,7 @@ class ParquetDataset(ShardDataset):
         self._files = ParquetFiles(shards, wanted, row_filter, shards.kept_in)
         columns_read = digest_of(repr(sorted(self._files.columns)))
         self._batches = batches
-        decoders = decode if isinstance(decode, Mapping) else {}
-        self._named_fields = named = ParquetFields(self._files.schema, shape, decoders)
+        self._named_fields = named = ParquetFields(self._files.schema, shape, decode)
         columns = batches == "columns"
         if columns:
             from fastload.shards.column_groups import forms_of
@@ -240,13 +230,7 @@ class ParquetDataset(ShardDataset):
             return GroupSource(self._shards, self._files, self._groups.get(), self._cache_key)
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
-        return _RowSource(
-            self._indexed(),
-            self._cache_key_at,
-            groups=self._groups.get(),
-            cache=cache,
-            prepare=self._payloads.encode,
-        )
+        return _RowSource(self._indexed(), self._groups.get(), cache)
 
     def _new_prefetcher(self) -> Prefetcher:
         if self._batches == "rows":

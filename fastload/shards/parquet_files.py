@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 from numpy.typing import NDArray
 
 from fastload.datasets.arrow import check_type
@@ -31,12 +30,11 @@ from fastload.formats.parquet import (
     read_row_group,
     statistics,
 )
-from fastload.formats.sample import dump, load
 from fastload.order.permutations import Blocks
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
-from fastload.shards.reader import Shard
+from fastload.shards.index import RecordOffsets, ShardIndex, digest_of, seal, unseal
+from fastload.shards.reader import Shard, naming
 from fastload.shards.stream import Span
 from fastload.store import Store
 from fastload.store.node import open_kept, save_kept
@@ -299,15 +297,11 @@ class ParquetFiles:
         kept = None if path is None else _load(path, identity)
         if kept is not None:
             return kept
-        try:
+        with naming(shard.key):
             rows = self._read(store, shard)
-        except FastloadError as error:
-            if error.key is None:
-                error.key = shard.key
-            raise
         if path is not None:
             try:
-                save_kept(path, _dump(rows, identity))
+                save_kept(path, seal(identity, tuple(rows)))
             except (OSError, CacheError) as error:
                 _log.warning("the footers of Parquet files cannot be kept in %s: %s", path.parent, error)
         return rows
@@ -426,17 +420,10 @@ def _difference(one: Any, other: Any) -> str:
     return ""
 
 
-def _dump(rows: FileRows, identity: str) -> bytes:
-    body = dump((identity, *rows))
-    return b"".join((body, xxhash.xxh3_64_digest(body)))
-
-
 def _load(path: Path, identity: str) -> FileRows | None:
-    """Return what `_dump` wrote for this file; None where there is nothing of use."""
+    """Return the rows that are kept for this file; None where there is nothing of use."""
     with suppress(OSError, FastloadError, ValueError, TypeError):
         with open(open_kept(path), "rb") as file:  # noqa: PTH123 - a descriptor
-            data = file.read()
-        if xxhash.xxh3_64_digest(data[:-8]) == data[-8:]:
-            found, *rows = load(memoryview(data)[:-8], readonly=True)
-            return FileRows(*rows) if found == identity else None
+            rows = unseal(file.read(), identity)
+        return None if rows is None else FileRows(*rows)
     return None

@@ -9,10 +9,11 @@ The first piece says whether a shard is compressed. The thread that has read it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -26,6 +27,16 @@ from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
+
+
+@contextlib.contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Give errors the key of the object that is being read, unless they have one."""
+    try:
+        yield
+    except FastloadError as error:
+        error.key = key if error.key is None else error.key
+        raise
 
 
 class PieceSizes(NamedTuple):
@@ -200,12 +211,8 @@ class ShardBytes:
         """Return a range of the shard, of the version that was listed. Called by the pool's threads."""
         self._pool.counters.add("get.requests")
         shard = self._shard
-        try:
+        with naming(shard.key):
             body = self._store.read_range(shard.key, start, stop, shard.version, wait=self._pool.pause)
-        except FastloadError as error:
-            if error.key is None:
-                error.key = shard.key
-            raise
         self._pool.counters.add("get.bytes", stop - start)
         return memoryview(body)
 

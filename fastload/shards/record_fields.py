@@ -190,6 +190,9 @@ class ColumnFields(RecordFields):
         known: the kinds that are known, for the error about others.
         opens_files: whether `open_image` needs the file of an image.
 
+    Attributes:
+        columns: name of a field -> its column.
+
     Raises:
         ArgumentError: an argument names a column that there is not, a column's kind is not known, or a fused
             transform does not say which column it takes.
@@ -212,11 +215,14 @@ class ColumnFields(RecordFields):
         decoders = decode if isinstance(decode, Mapping) else {}
         self._split = split
         self._open_image = open_image
-        self._names = {name: name for name in columns} if shape is None else dict(shape.leaves)
-        for column in (*self._names.values(), *decoders):
+        self.columns = {name: name for name in columns} if shape is None else dict(shape.leaves)
+        for column in (*self.columns.values(), *decoders):
             if column not in columns:
                 where = "decode" if column in decoders else "fields"
-                raise ArgumentError(f"{where} names {column!r}, and the columns are {', '.join(columns)}")
+                read = " that are read" if column in decoders else ""
+                raise ArgumentError(
+                    f"{where} names {column!r}, and the columns{read} are {', '.join(columns)}"
+                )
         for column, function in decoders.items():
             refuse_class(f"decode[{column!r}]", function)
         self._openers: dict[str, Callable[[Any], Any]] = {}
@@ -225,7 +231,7 @@ class ColumnFields(RecordFields):
         self._possible: list[str] | None = None  # those that may be images; None: `decode` makes the sample
         if callable(decode):
             return
-        for name, column in self._names.items():
+        for name, column in self.columns.items():
             opener = decoders.get(column, columns[column].open)
             if opener is None and columns[column].kind in _PICKLES:
                 raise ArgumentError(
@@ -244,24 +250,24 @@ class ColumnFields(RecordFields):
 
     @property
     def key(self) -> str:
-        return repr((sorted(self._names.items()), self._decoded, self._images))
+        return repr((sorted(self.columns.items()), self._decoded, self._images))
 
     def check(self, transform: Any) -> None:
         if self._possible is not None:
-            FieldTransforms(transform).check(list(self._names), self._possible, NAME_IT)
+            FieldTransforms(transform).check(list(self.columns), self._possible, NAME_IT)
 
     def needs_files(self, transform: Any) -> bool:
         return self._opens_files and not always_fused(self._images, transform)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         found = self._split(payload)
-        return {name: found[column] for name, column in self._names.items()}
+        return {name: found[column] for name, column in self.columns.items()}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         return self._images
 
     def open(self, name: str, value: Any) -> Any:
-        column = self._names[name]
+        column = self.columns[name]
         opener = self._openers[name]
         if column in self._decoded:
             return opener(bytes(value) if isinstance(value, memoryview) else value)
@@ -279,7 +285,7 @@ class ColumnFields(RecordFields):
         self, columns: Mapping[str, Column], decoders: Mapping[str, Any], transform: Any
     ) -> list[str]:
         """Return names of encoded images: by their kind, or because a fused transform takes them."""
-        plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
+        plain = {name: columns[column] for name, column in self.columns.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
         self._possible = images or [name for name, column in plain.items() if column.may_be_image]
         if isinstance(transform, Mapping):

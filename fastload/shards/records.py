@@ -34,6 +34,7 @@ from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 
+_OFFSETS_KEPT = 4096  # more than a batch has
 _LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
 
 
@@ -72,12 +73,18 @@ class IndexedShards:
         listed: the shards.
         form: of them.
         index: as far as there is one.
+        key: (shard, offset) -> cache key.
+        encode: payload -> what the cache keeps; None: the payload.
+        counters: get.* are added here.
         blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     listed: ShardList
     form: ShardFormat
     index: ShardIndex
+    key: Callable[[int, int], bytes]
+    encode: Callable[[Any], Any] | None
+    counters: Counters
     blocks: RecordBlocks | None = None
 
     def open_reader(
@@ -118,13 +125,12 @@ class RecordSource(Source):
 
     Args:
         shards: those whose records are asked for are indexed.
-        key: (shard, offset) -> cache key.
     """
 
-    def __init__(self, shards: IndexedShards, key: Callable[[int, int], bytes]) -> None:
+    def __init__(self, shards: IndexedShards) -> None:
         self._shards, self._form, self._index = shards.listed, shards.form, shards.index
         self.store = self._shards.store
-        self._key = key
+        self._key = shards.key
 
     def name(self, index: int) -> str:
         where = self._where(index)
@@ -243,7 +249,7 @@ class PendingRecords:
         self._keep = keep
         self._counters = counters
         self._values: dict[int, Any] = {}
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}  # also of those that were used last, for errors about them
         self._more: dict[int, int] = {}  # record -> how often it is pending, beyond once
         self._pool: ReadPool | None = None
 
@@ -268,12 +274,14 @@ class PendingRecords:
                 payload = self._threads().submit(functools.partial(self._ready, found))
             else:
                 self._keep(found, payload)
+        if len(self._offsets) > len(self._values) + _OFFSETS_KEPT:
+            self._offsets = {each: self._offsets[each] for each in self._values}
         self._values[record] = payload
         self._offsets[record] = found.record.offset
 
-    def offset(self, record: int) -> int:
-        """Return the record's offset in its shard."""
-        return self._offsets[record]
+    def offset(self, record: int) -> int | None:
+        """Return the offset in its shard of a record that is pending, or that was used lately; else None."""
+        return self._offsets.get(record)
 
     def get(self, record: int) -> Any:
         """Return the payload of a record, which is then pending once less.
@@ -291,7 +299,6 @@ class PendingRecords:
     def drop(self, record: int) -> Any:
         """Let go of a record, once; returns its payload, the future of that, or its error."""
         if record not in self._more:
-            del self._offsets[record]
             return self._values.pop(record)
         self._more[record] -= 1
         if not self._more[record]:

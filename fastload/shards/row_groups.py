@@ -21,22 +21,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fastload.checks import refuse_class
 from fastload.datasets.arrow import is_numeric, to_python, why_not_number
-from fastload.datasets.sample_fields import RecordFields, Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.datasets.sample_transforms import FieldTransforms
-from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.errors import DecodeError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
-from fastload.formats.sample import dump_row, load_row
-from fastload.images.decode import is_image
+from fastload.formats.sample import dump, load
+from fastload.images.decode import decode_pil, is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId
 from fastload.shards.parquet_files import Numbers, ParquetFiles
-from fastload.shards.reader import PIECES
-from fastload.shards.record_fields import NAME_IT
+from fastload.shards.reader import PIECES, naming
+from fastload.shards.record_fields import NAME_IT, Column, ColumnFields
 from fastload.shards.stream import Span
 from fastload.store.failures import Wait
 
@@ -61,7 +60,7 @@ class Rows:
 
     def record(self, ordinal: int) -> memoryview:
         at = self._positions[ordinal - self._first]
-        return dump_row({name: values[at] for name, values in self._columns.items()})
+        return dump({name: values[at] for name, values in self._columns.items()})
 
 
 class RowGroups:
@@ -115,15 +114,12 @@ class RowGroups:
                 raise DecodeError(self._damaged[shard, group])
             self._make_room(int(self._files.files[shard].sizes[group]))
             self._warn_of_rereads(shard, group)
-            pieces = [
-                (start, self.read_range(shard, wait, start, stop))
-                for start, stop in self.ranges(shard, group, wait)
-            ]
             try:
-                rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+                rows = self.rows(shard, group, self.read(shard, group, wait))
             except DecodeError as error:
                 self._damaged[shard, group] = error.message
                 raise
+            self._recent[shard, group] = rows
             return rows, True
 
     def _make_room(self, size: int) -> None:
@@ -181,25 +177,21 @@ class RowGroups:
     def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
         """Return a range of a file, of the version that was listed."""
         file = self._shards[shard]
-        try:
+        with naming(file.key):
             return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
-        except FastloadError as error:
-            if error.key is None:
-                error.key = file.key
-            raise
 
-    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
-        """Return the samples of a row group.
+    def read(self, shard: int, group: int, wait: Wait) -> Any:
+        """Read a row group, range by range, as `decode` returns it."""
+        ranges = self.ranges(shard, group, wait)
+        pieces = [(start, self.read_range(shard, wait, start, stop)) for start, stop in ranges]
+        return self.decode(shard, group, pieces, wait)
+
+    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Any:
+        """Return all rows of a row group as a `pyarrow.Table`.
 
         Raises:
             DecodeError: it is damaged.
         """
-        table = self.table(shard, group, pieces, wait)
-        first, places = self.places(shard, group)
-        return Rows(first, places.tolist(), row_columns(table))
-
-    def table(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Any:
-        """Return all rows of a row group as a `pyarrow.Table`. Raises as `decode`."""
         metadata, file = self._metadata(shard, wait), self._files.files[shard]
         with self._decoding:
             most = self._shards.store.reading.max_inflated
@@ -208,6 +200,11 @@ class RowGroups:
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
         return table
+
+    def rows(self, shard: int, group: int, table: Any) -> Rows:
+        """Return the samples among all rows of a row group."""
+        first, places = self.places(shard, group)
+        return Rows(first, places.tolist(), row_columns(table))
 
     def places(self, shard: int, group: int) -> tuple[int, Numbers]:
         """Return the samples of a row group: the number of the first one in its file, and their places in the
@@ -354,7 +351,8 @@ class RowGroupReader:
             self._decode(group, pieces)
 
     def _decode(self, group: int, pieces: list[tuple[int, Any]]) -> None:
-        rows = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        table = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        rows = self._groups.rows(self._shard, group, table)
         with self._lock:
             if not self._done.done():
                 self._done.set_result(rows)
@@ -386,85 +384,70 @@ def column_values(column: Any) -> list[Any]:
     return values
 
 
-class ParquetFields(RecordFields):
-    """The columns of a row.
+class ParquetFields(ColumnFields):
+    """The columns of a row, of which its values say whether they are images.
 
     Args:
         schema: of the columns that are read.
-        shape: of the samples; None: a dict of all columns.
-        decoders: column -> function that replaces the value.
-
-    Attributes:
-        columns: name of a field -> its column.
-
-    Raises:
-        ArgumentError: `decoders` names a column that is not read.
+        shape, decode: as of `ColumnFields`.
     """
 
-    def __init__(
-        self, schema: Any, shape: Shape | None, decoders: Mapping[str, Callable[[Any], Any]]
-    ) -> None:
-        for name, function in decoders.items():
-            refuse_class(f"decode[{name!r}]", function)
-        self.shape = shape
-        self._decoders = dict(decoders)
-        self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
-        self.columns = {name: name for name in schema.names} if self._wanted is None else self._wanted
-        unknown = sorted(self._decoders.keys() - set(self.columns.values()))
-        if unknown:
-            raise ArgumentError(
-                f"decode names {unknown[0]!r}, and the columns that are read are {', '.join(schema.names)}"
-            )
+    def __init__(self, schema: Any, shape: Shape | None, decode: Any) -> None:
         kinds = {field.name: field.type for field in schema}
-        self._files = [column for column, kind in kinds.items() if is_file(kind)]
-        self._numeric = {column for column, kind in kinds.items() if is_numeric(kind)}
-        binary = {column for column, kind in kinds.items() if is_file(kind) or _is_binary(kind)}
-        self._may_be_images = [
-            name for name, column in self.columns.items() if column in binary - self._decoders.keys()
-        ]
-        hugging_face = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
-        self._sure = {name for name in self._may_be_images if self.columns[name] in hugging_face}
+        columns = {
+            name: Column(str(kind), _own_bytes, may_be_image=is_file(kind) or _is_binary(kind))
+            for name, kind in kinds.items()
+        }
+        split = functools.partial(_split_row, [name for name, kind in kinds.items() if is_file(kind)])
+        super().__init__(columns, split, decode_pil, shape, decode, None, [])
+        self._numeric = {name for name, kind in kinds.items() if is_numeric(kind)}
+        self._sure = _hugging_face_images(schema.metadata or {})  # whatever their bytes look like
 
     @property
     def key(self) -> str:
-        return repr((self._wanted, sorted(self._decoders)))
+        return repr((None if self.shape is None else self.columns, self._decoded))
 
     def check(self, transform: Any) -> None:
-        images = self._may_be_images[:1]  # a row's values say which
+        images = (self._possible or [])[:1]
         FieldTransforms(transform).check(list(self.columns), images, NAME_IT)
 
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        row = load_row(payload)
-        for column in self._files:
-            if isinstance(row[column], str):
-                raise DecodeError(
-                    f"column {column!r} has only the path {row[column]!r} of its file, and no bytes: write "
-                    "the table again with the files in it (Hugging Face: push_to_hub, or "
-                    "datasets.table.embed_table_storage)"
-                )
-        return {name: row[column] for name, column in self.columns.items()}
-
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        return [name for name in self._may_be_images if self._is_image(name, fields[name])]
+        return [name for name in self._possible or [] if self._is_image(name, fields[name])]
 
     def open(self, name: str, value: Any) -> Any:
         column = self.columns[name]
-        value = bytes(value) if isinstance(value, memoryview) else value
-        decoder = self._decoders.get(column)
-        if decoder is not None:
-            return decoder(value)
-        why = why_not_number(value) if column in self._numeric else None
-        if why is not None:
+        if column in self._numeric and column not in self._decoded and (why := why_not_number(value)):
             raise DecodeError(
                 f"column {column!r} {why}, which no batch of numbers can hold: give decode={{{column!r}: a "
                 "function that makes a number of it}, or leave such rows out with filters="
             )
-        return value
+        return super().open(name, value)
 
     def _is_image(self, name: str, value: Any) -> bool:
         if value is None:
             return False
-        return name in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
+        return (
+            self.columns[name] in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
+        )
+
+
+def _own_bytes(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def _split_row(files: list[str], payload: memoryview) -> dict[str, Any]:
+    """Return the values of a record by column. Raises `DecodeError` where one of `files` is only a path."""
+    row = load(payload)
+    if not isinstance(row, dict):
+        raise DecodeError("not a cached row")
+    for column in files:
+        if isinstance(row[column], str):
+            raise DecodeError(
+                f"column {column!r} has only the path {row[column]!r} of its file, and no bytes: write the "
+                "table again with the files in it (Hugging Face: push_to_hub, or "
+                "datasets.table.embed_table_storage)"
+            )
+    return row
 
 
 def _hugging_face_images(metadata: Mapping[bytes, bytes]) -> set[str]:

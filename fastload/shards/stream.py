@@ -14,13 +14,11 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import ArgumentError
 from fastload.fetch.threads import ReadPool
 from fastload.formats.pieces import Record
-
-T = TypeVar("T")
 
 
 class Reader(Protocol):
@@ -175,14 +173,14 @@ class BlockSize(NamedTuple):
     first: int = 64
 
 
-class ShuffledStream(Generic[T]):
+class ShuffledStream:
     """See `SampleStream`: records of an interleave, shuffled in blocks.
 
     Args:
         plan: JSON that names the stream; it goes into the state as it is.
         interleave: opened at the position of `at`.
         pool: the threads of the readers; they end with the stream.
-        hold: called with each record that is delivered; what it returns is delivered in its place.
+        hold: keeps a record that is delivered; returns its id, which is delivered in its place.
         size: of a block.
         seed: anything with a `repr`; with the block's number it makes the order. None: nothing is shuffled.
         at: `state()["at"]`, where to go on; None: at the beginning.
@@ -193,7 +191,7 @@ class ShuffledStream(Generic[T]):
         plan: dict[str, Any],
         interleave: Interleave,
         pool: ReadPool,
-        hold: Callable[[StreamedRecord], T],
+        hold: Callable[[StreamedRecord], int],
         *,
         size: BlockSize,
         seed: Any,
@@ -211,7 +209,7 @@ class ShuffledStream(Generic[T]):
         self._block: deque[StreamedRecord] = deque()  # what is left of it; empty as long as it was not read
         self.closed = False
 
-    def take(self, n: int) -> list[T]:
+    def take(self, n: int) -> list[int]:
         """Return the next `n` records; fewer at the end."""
         taken: list[StreamedRecord] = []
         while len(taken) < n and not self.closed and (self._block or self._read_block()):

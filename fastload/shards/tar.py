@@ -31,11 +31,6 @@ class MemberFields(NamedFields):
             refuse_class(f"decode[{name!r}]", function)
         self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
         self._unsafe = unsafe
-        self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
-
-    def __fingerprint__(self) -> Any:
-        """Leave out the memory of the last sample: see `datasets.fingerprint`."""
-        return self._decoders, self._unsafe
 
     @property
     def key(self) -> str:
@@ -56,11 +51,7 @@ class MemberFields(NamedFields):
         return extension_of(name) in IMAGES and self._decoder(name) is None
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        # Called twice a sample, and most samples have the same members.
-        names, last = tuple(fields), self._last  # reader threads share it
-        if names != last[0]:
-            last = self._last = names, [name for name in names if self.is_image(name)]
-        return last[1]
+        return [name for name in fields if self.is_image(name)]
 
     def open(self, name: str, value: Any) -> Any:
         if name == "__key__":

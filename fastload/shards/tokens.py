@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,16 +17,16 @@ from fastload.checks import check_index, shorten_errors, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
-from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.views import Allocate
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError
 from fastload.fetch.reads import Source, record_name
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.documents import Documents, read_documents
 from fastload.shards.formats import TOKENS
-from fastload.shards.reader import Shard
+from fastload.shards.reader import Shard, naming
 from fastload.store.base import Buffer
 from fastload.store.failures import Wait
 
@@ -119,9 +118,10 @@ class TokenDataset(StoreDataset):
         if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
-        self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap, documents)
-        self.transform = None
         self.cache = kept_in if shards.cacheable else None  # a warning has said why
+        self._corpus = _Corpus(shards, self.cache, self.dtype, block, overlap, documents)
+        self._budget = shards.store.budget
+        self.transform = None
         if documents is not None and not self._corpus.samples:
             raise ArgumentError(f"the indexes of {shards.store.url!r} have no document that is not empty")
         if not self._corpus.samples:
@@ -149,15 +149,13 @@ class TokenDataset(StoreDataset):
         where = f"{corpus.shards.store.url!r}, {len(corpus.shards):,} objects"
         return f"{type(self).__name__}({where}, {samples}{cache})"
 
-    # --- which samples these are
+    # --- what `StoreDataset` asks for
 
     def _identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         return self._corpus.identities(records)
 
-    # --- what `StoreDataset` asks for
-
-    def _source(self) -> _TokenSource:
-        return _TokenSource(self._corpus, self._cache_key)
+    def _source(self) -> Source:
+        return self._corpus
 
     def _record(self, index: int) -> int:
         return check_index(index, self._corpus.samples, f"samples of {self.url}")
@@ -166,12 +164,7 @@ class TokenDataset(StoreDataset):
         return self._corpus.name(record)
 
     def _cache_key(self, record: int) -> bytes:
-        assert self.cache is not None
-        return self.cache.key(TOKENS.code, *self._corpus.key(record))
-
-    def _some_keys(self) -> list[bytes]:
-        n = self._corpus.samples
-        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
+        return self._corpus.cache_key(record)
 
     def _new_builder(self, transform: Any) -> SampleBuilder:
         if transform is not None:
@@ -217,8 +210,8 @@ class _Piece(NamedTuple):
     stop: int
 
 
-class _Corpus:
-    """Objects of tokens, laid end to end and cut into samples.
+class _Corpus(Source):
+    """Objects of tokens, laid end to end and cut into samples. A sample is read by ranges.
 
     Attributes:
         shards: the objects.
@@ -229,11 +222,17 @@ class _Corpus:
     """
 
     def __init__(
-        self, shards: ShardList, dtype: np.dtype[Any], block: int, overlap: int, ending: str | None
+        self,
+        shards: ShardList,
+        cache: Cache | None,
+        dtype: np.dtype[Any],
+        block: int,
+        overlap: int,
+        ending: str | None,
     ) -> None:
-        self.shards = shards
+        self.shards, self.store, self._cache = shards, shards.store, cache
         self.length = block + overlap
-        self._block, self.itemsize = block, dtype.itemsize
+        self._block, self._itemsize = block, dtype.itemsize
         form = f"{dtype.str} {self.length}" if ending is None else f"{dtype.str} documents"
         self._form = np.uint64(xxhash.xxh3_64_intdigest(form.encode()))
         # Of each object: the bytes before its tokens, and the number of its first token; one more at the end.
@@ -261,8 +260,8 @@ class _Corpus:
         while missing:
             taken = min(missing, int(self._firsts[shard + 1]) - first)
             if taken:
-                start = int(self._skipped[shard]) + (first - int(self._firsts[shard])) * self.itemsize
-                pieces.append(_Piece(shard, start, start + taken * self.itemsize))
+                start = int(self._skipped[shard]) + (first - int(self._firsts[shard])) * self._itemsize
+                pieces.append(_Piece(shard, start, start + taken * self._itemsize))
             first, missing, shard = first + taken, missing - taken, shard + 1
         return pieces
 
@@ -283,50 +282,29 @@ class _Corpus:
             )
         return mix_all(found ^ self._form)
 
-    def name(self, sample: int) -> str:
+    def name(self, index: int) -> str:
         """Return the name of a sample in error messages: where it begins."""
-        first = self.pieces(sample)[0]
+        first = self.pieces(index)[0]
         return record_name(self.shards[first.shard].key, first.start)
 
-    def key(self, sample: int) -> list[str]:
-        """Return what tells the bytes of a sample from all others."""
-        parts = [self.shards.store.identity]
-        for number, start, stop in self.pieces(sample):
-            shard = self.shards[number]
-            parts += [shard.key, shard.version, str(start), str(stop)]
-        return parts
-
-
-class _TokenSource(Source):
-    """A sample is read by ranges.
-
-    Args:
-        corpus: the samples.
-        key: sample -> cache key.
-    """
-
-    def __init__(self, corpus: _Corpus, key: Callable[[int], bytes]) -> None:
-        self.store = corpus.shards.store
-        self._corpus = corpus
-        self._key = key
-
-    def name(self, index: int) -> str:
-        return self._corpus.name(index)
-
     def size(self, index: int) -> int:
-        return int(self._corpus.spans(index)[1]) * self._corpus.itemsize
+        return int(self.spans(index)[1]) * self._itemsize
 
     def cache_key(self, index: int) -> bytes:
-        return self._key(index)
+        assert self._cache is not None
+        parts = [self.store.identity]
+        for number, start, stop in self.pieces(index):
+            shard = self.shards[number]
+            parts += [shard.key, shard.version, str(start), str(stop)]
+        return self._cache.key(TOKENS.code, *parts)
 
     def read(self, index: int, wait: Wait) -> Buffer:
         # Pieces one after the other: only the last sample of an object has two, as a rule.
-        bodies = [self._read_piece(piece, wait) for piece in self._corpus.pieces(index)]
+        bodies = []
+        for number, start, stop in self.pieces(index):
+            shard = self.shards[number]
+            bodies.append(self.store.read_range(shard.key, start, stop, shard.version, wait=wait))
         return bodies[0] if len(bodies) == 1 else b"".join(bodies)
-
-    def _read_piece(self, piece: _Piece, wait: Wait) -> Buffer:
-        key, _, version, _ = self._corpus.shards[piece.shard]
-        return self.store.read_range(key, piece.start, piece.stop, version, wait=wait)
 
 
 def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
@@ -343,7 +321,10 @@ def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[i
         if key.lower().endswith(_COMPRESSED):
             raise ArgumentError(f"{key!r} is compressed, and tokens are read at random: store them plain")
     heads = shards.heads(range(len(objects)), HEAD)
-    headers = [_header(shard.key, head) for shard, head in zip(objects, heads, strict=True)]
+    headers: list[TokenHeader | None] = []
+    for shard, head in zip(objects, heads, strict=True):
+        with naming(shard.key):
+            headers.append(header_of(head))
     raw = next((shard.key for shard, header in zip(objects, headers, strict=True) if header is None), None)
     other = next((shard.key for shard, header in zip(objects, headers, strict=True) if header), None)
     if raw is not None and other is not None:
@@ -354,14 +335,6 @@ def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[i
     skipped = [0 if header is None else header.size for header in headers]
     counts = [_count(shard, header, dtype) for shard, header in zip(objects, headers, strict=True)]
     return skipped, counts
-
-
-def _header(key: str, head: bytes) -> TokenHeader | None:
-    try:
-        return header_of(head)
-    except DecodeError as error:
-        error.key = key
-        raise
 
 
 def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:

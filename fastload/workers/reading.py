@@ -252,7 +252,7 @@ class SampleReader:
 
     def _counted(self) -> float:
         """Return samples that the datasets count themselves."""
-        return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
+        return float(sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves()))
 
     # --- each fills some rows
 

@@ -29,7 +29,7 @@ from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
 from fastload.formats.pieces import zstd
-from fastload.formats.sample import dump, dump_row, load, load_row
+from fastload.formats.sample import dump, load
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.images import heif
@@ -398,7 +398,7 @@ def _single() -> dict[str, Reader]:
     error = b"<Error><Code>NoSuchKey</Code><Message>s3://b/k?sig=x is gone</Message></Error>"
     doors: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
         "sample": (sample, content(lambda data: type(load(bytearray(data))))),
-        "row": (lambda: bytes(dump_row(row)), content(lambda data: sorted(load_row(data)))),
+        "row": (lambda: bytes(dump(row)), content(lambda data: type(load(data)))),
         "answer": (lambda: error, content(answer)),
         **{name: (lambda n=name: pictures()[n], image) for name in pictures()},
     }

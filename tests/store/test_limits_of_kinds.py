@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 
 BATCH = 4
 WANTED = Counter(range(COUNT))
-CHOSEN = [kind for kind in KINDS if kind.name in ("table", "tar", "parquet", "mds", "litdata")]
+CHOSEN = [kind for kind in KINDS if kind.name in ("table", "tar", "parquet", "mds", "litdata", "tokens")]
 
 
 @pytest.fixture(scope="module")

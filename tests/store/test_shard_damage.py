@@ -48,8 +48,7 @@ def filled(data: Any, ids: list[int]) -> tuple[list[int], list[str]]:
     batch = view_of(data).new_batch(len(ids), ordinary)
     failed = dict(view_of(data).fill(batch, list(enumerate(ids)), 0, 0))
     assert all(isinstance(error, DecodeError) for error in failed.values())
-    numbers = batch.columns[name].tolist() if name in batch.columns else []
-    good = [int(one) for row, one in enumerate(numbers) if row not in failed]
+    good = [int(batch.rest[row][name]) for row in range(len(ids)) if row not in failed]
     return good, [str(error) for error in failed.values()]
 
 

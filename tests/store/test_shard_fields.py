@@ -17,7 +17,6 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
-from fastload.datasets.sample_fields import as_batch, copy_value, new_column, put_value
 from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     ArgumentError,
@@ -185,31 +184,7 @@ def test_tensorflows_own_files() -> None:
         assert found[3]["counts"].tolist() == [-(2**63), -3, 0, 127, 128, 2**63 - 1]
 
 
-# --- Columns -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1, 2, 3],
-        [True, False, True],
-        [0.5, 1.5, -2.0],
-        ["a", "b", "c"],
-        [b"a", b"b", b"c"],
-        [np.float32(1), np.float32(2), np.float32(3)],
-        [np.arange(3), np.arange(3) + 1, np.arange(3) + 2],
-        [torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 2)],
-        [{"a": 1, "b": [1.0, "x"]}, {"a": 2, "b": [2.0, "y"]}, {"a": 3, "b": [3.0, "z"]}],
-        [[1, 2], [3, 4], [5, 6]],
-    ],
-)
-def test_columns_are_what_default_collate_makes(values: list[Any]) -> None:
-    column = new_column(values[0], 3, ordinary)
-    assert all(put_value(column, row, value) for row, value in enumerate(values))
-    wanted = default_collate(values)
-    assert same(as_batch(column), wanted), (column, wanted)
-    copy_value(column, 0, 2)
-    assert same(as_batch(column), default_collate([values[2], values[1], values[2]]))
+# --- Values that differ from sample to sample -------------------------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
@@ -222,31 +197,6 @@ def same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(
         x == y if isinstance(x, str | bytes) else same(x, y) for x, y in zip(a, b, strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (1, 1.5),
-        (1, "a"),
-        (1, 2**70),
-        (np.arange(3), np.arange(4)),
-        ({"a": 1}, {"b": 1}),
-        ([1], [1, 2]),
-        (1, None),
-    ],
-)
-def test_values_that_cannot_share_a_column(first: Any, second: Any) -> None:
-    column = new_column(first, 2, ordinary)
-    assert put_value(column, 0, first) and not put_value(column, 1, second)
-
-
-@pytest.mark.parametrize("value", [None, object(), np.array(["a"]), torch.ones(1, requires_grad=True)])
-def test_values_for_which_default_collate_is_asked(value: Any) -> None:
-    assert new_column({"a": [value]}, 2, ordinary) is None
-
-
-# --- Values that differ from sample to sample -------------------------------------------------------------
 
 
 def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -> Any:
@@ -278,9 +228,11 @@ POLICIES = [{}, {"on_error": "repeat"}, {"on_error": "replace"}, {"on_error": "r
         [True, 2, 3, False],
         [1, True, 2, 3],
         [[1, 2], [1.5, 2], [3, 4], [5, 6]],
+        ["a", "b", "c", "d"],
+        [{"a": number, "b": [number / 2, "x"]} for number in range(4)],
     ],
 )
-def test_numbers_of_several_types_are_one_tensor_as_with_torch(
+def test_values_are_the_columns_that_torch_makes(
     values: list[Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     batch = rows_of(tmp_path, values, CROP, **options)

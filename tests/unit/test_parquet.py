@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 import fastload
 from fastload import Cache, ParquetDataset
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.sample import dump_row, load_row
+from fastload.formats.sample import dump, load
 from tests.faultserver import FaultServer
 from tests.sharddata import CROP, TOTAL, closing, jpeg, labels, parquet, read, shards, table, write
 from tests.sharddata import close_all as close_all
@@ -148,11 +148,11 @@ def test_other_encodings_give_the_same_rows(tmp_path: Path, options: dict[str, A
 
 def test_packed_row_holds_its_values() -> None:
     row = {"image": memoryview(b"pixels"), "n": 3, "none": None, "empty": memoryview(b""), "t": "text"}
-    assert load_row(dump_row(row)) == row
-    assert list(load_row(dump_row(row))) == list(row)
-    for damaged in (b"", b"abc", bytes(dump_row(row))[:-1], bytes(dump_row(row)) + b"\0"):
+    assert load(dump(row)) == row
+    assert list(load(dump(row))) == list(row)
+    for damaged in (b"", b"abc", bytes(dump(row))[:-1], bytes(dump(row)) + b"\0"):
         with pytest.raises(DecodeError):
-            load_row(damaged)
+            load(damaged)
 
 
 # --- Epochs ------------------------------------------------------------------------------------------------
