@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from fastload.cli.command_options import StoreOptions
-from fastload.cli.report import JsonOption, Lines, Report, answering, styled
+from fastload.cli.report import Lines, Report, styled
 from fastload.errors import ArgumentError, FastloadError
 from fastload.printable import printable
 
@@ -205,24 +205,17 @@ def replay(
     wanted: StepOptions,
     source: LoaderOptions,
     files: FileOptions,
-    as_json: JsonOption = False,
-) -> None:
+) -> ReplayReport:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
-    with answering(as_json) as output:
-        from fastload.order.state import read_state
+    from fastload.order.state import read_state
 
-        saved = read_state(state, source.at)
-        options = store.parse()
-        if source.loader is None:
-            made = _restored(saved, source.data, options)
-        else:
-            made = _own(source.loader, source.data, options)
-        settings = Settings(state=state, rank=wanted.rank, world_size=wanted.world_size, **vars(source))
-        try:
-            report = _replay(made, saved, wanted, files, settings)
-        finally:
-            getattr(made.loader.dataset, "close", lambda: None)()
-        output.finish(report)
+    saved = read_state(state, source.at)
+    settings = Settings(state=state, rank=wanted.rank, world_size=wanted.world_size, **vars(source))
+    made = _make(saved, source, store.parse())
+    try:
+        return _replay(made, saved, wanted, files, settings)
+    finally:
+        getattr(made.loader.dataset, "close", lambda: None)()
 
 
 def _replay(
@@ -259,18 +252,19 @@ def _replay(
     )
 
 
-def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
-    if data is not None or options:
-        raise ArgumentError("--loader makes its own dataset: leave out --data and the options of the store")
-    return _Made(run_loader(place), own=True)
-
-
-def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, Any]) -> _Made:
+def _make(saved: Mapping[str, Any], source: LoaderOptions, options: Mapping[str, Any]) -> _Made:
+    """Return the loader that the user's function makes, or the one that the state describes."""
     import fastload
     from fastload.order.state import reading_state
     from fastload.trace.recipe import restore
 
-    restored = restore(saved, url=data, storage_options=options)
+    if source.loader is not None:
+        if source.data is not None or options:
+            raise ArgumentError(
+                "--loader makes its own dataset: leave out --data and the options of the store"
+            )
+        return _Made(run_loader(source.loader), own=True)
+    restored = restore(saved, url=source.data, storage_options=options)
     with reading_state():
         return _Made(fastload.DataLoader(**restored.arguments), *restored[1:])
 

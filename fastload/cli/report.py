@@ -1,6 +1,6 @@
 """The report of a command: one dataclass, from which its text, its JSON document and the reference come.
 
-`answering` runs a command, and shows its report: text for people, and with --json one document for programs.
+It is shown as text for people, and with --json as one document for programs. `answering` runs a command.
 `Bars` show how far it is.
 """
 
@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import fastload
@@ -56,9 +56,11 @@ class Report:
 
     Attributes:
         command: the words behind `fastload`.
+        anywhere: the command works on other systems than Linux too.
     """
 
     command: ClassVar[str]
+    anywhere: ClassVar[bool] = False
 
     @property
     def exit_code(self) -> int:
@@ -77,6 +79,11 @@ class Report:
 def _keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     plain = {name.removesuffix("_"): value for name, value in pairs}
     return {name: str(value) if isinstance(value, Path) else value for name, value in plain.items()}
+
+
+def figures(name: str, *heads: str | Text) -> Table:
+    """Return a table with a column of names, and columns of figures."""
+    return Table(name, *(Column(head, justify="right") for head in heads))
 
 
 def styled(line: str, style: str) -> Text:
@@ -207,19 +214,16 @@ def error_document(kind: str, stage: str, message: str, key: str | None, help_ad
 
 
 @contextmanager
-def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
+def answering(as_json: bool, report: type[Report]) -> Iterator[Output]:
     """Run a command in a block.
 
     An error of fastload becomes one line on stderr, the address of its remedies, and an exit code: 2 for a
     wrong argument, else 1. With --json it is also the document: {"error": {"type", "stage", "key", "message",
     "help"}}. A warning is one line on stderr, once.
-
-    Args:
-        anywhere: the command works on other systems than Linux too.
     """
     output = Output(as_json)
     try:
-        if not anywhere:
+        if not report.anywhere:
             need_linux()
         with _warnings_in_a_line():
             yield output

@@ -83,21 +83,15 @@ def find_left(warming: Warming) -> ToRead:
 
 
 def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """Return what this node warms, and (share, shares)."""
-    if isinstance(dataset, ShardDataset):
-        return share_of_shards(dataset, share)
-    samples, numbers = share_of(dataset, share)
-    return Warming(dataset, samples), numbers
+    """Return what this node warms, and (share, shares).
 
-
-def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """Return what this node warms of a dataset of shards, and (share, shares).
-
-    All shards are streamed. A share is the one of `share_of`, read by a request per sample, for which the
-    shards must be indexed and not be compressed.
+    All shards are streamed. A share of them is read by a request per sample, for which they must be indexed
+    and not be compressed.
     """
-    alone = (share or find_rank())[1] == 1
-    if alone:
+    if not isinstance(dataset, ShardDataset):
+        samples, numbers = share_of(dataset, share)
+        return Warming(dataset, samples), numbers
+    if (share or find_rank())[1] == 1:
         return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
     try:
         samples, numbers = share_of(dataset, share)
