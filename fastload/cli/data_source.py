@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -131,7 +132,7 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     infos = next(store.list(), [])
     keys = [info.key for info in infos]
     if "index.json" in keys:
-        form = format_of_index(_read_json(store, infos[keys.index("index.json")]))
+        form = format_of_index(read_json(store, infos[keys.index("index.json")]))
         if form is not None:
             return form.name
     # Images in folders count before shards that lie beside them.
@@ -142,7 +143,8 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     return OBJECTS if form is None else form.name
 
 
-def _read_json(store: Any, info: Any) -> Any:
+def read_json(store: Any, info: Any) -> Any:
+    """Return a JSON document of at most 64 MiB; None where it is larger, or none."""
     if info.size > _MOST_JSON:
         return None
     try:
@@ -302,6 +304,7 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
     Raises:
         ArgumentError: they have no image. NotFoundError: there is no record.
     """
+    from fastload.fetch.ranges import record_name
     from fastload.fetch.threads import ReadPool
     from fastload.images.decode import is_image
     from fastload.metrics.counters import Counters
@@ -309,27 +312,18 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
 
     form: Any = FORMATS[kind]
     records, size = list[dict[str, Any]](), 0
-    pool = ReadPool(1, Counters())
-    try:
-        for number in range(len(shards)):
-            reader = ShardReader(
-                shards.store,
-                shards[number],
-                form.splitter,
-                ahead=ReadAhead(1 << 20, 1),
-                pool=pool,
-            )
+    with closing(ReadPool(1, Counters())) as pool:
+        for shard in (shards[number] for number in range(len(shards))):
+            reader = ShardReader(shards.store, shard, form.splitter, ahead=ReadAhead(1 << 20, 1), pool=pool)
             while len(records) < _RECORDS and size < _BYTES and (record := reader.next()) is not None:
                 if record.error is not None:
-                    record.error.key = f"{shards[number].key} @ {record.offset}"
+                    record.error.key = record_name(shard.key, record.offset)
                     raise record.error
                 size += record.size
                 records.append(dict(form.read_fields(record.payload)))
             reader.close()
             if records:
                 break
-    finally:
-        pool.close()
     if not records:
         raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
     image = next((name for name, value in records[0].items() if is_image(value)), None)

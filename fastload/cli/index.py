@@ -20,7 +20,7 @@ from fastload.cli.data_source import (
     list_shards,
     open_dataset,
 )
-from fastload.cli.report import Bars, Fault, Lines, MeasuredReport, Output, Rate
+from fastload.cli.report import Bars, Fault, Lines, MeasuredReport, Output
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.shards.formats import FORMATS
 
@@ -201,12 +201,11 @@ def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexRep
     shards = [target.shards[number] for number in range(len(target.shards))]
     indexing = Indexing(target.shards.store, target.form, target.present, files=target.files)
     outcomes, faults, samples, interrupted = Counter[str](), [], 0, False
-    rate = Rate("shards")
     with Bars(output.console) as bars:
         bar = bars.add("indexing", len(shards))
 
         def show() -> None:
-            bar.show(outcomes.total(), rate.words(outcomes.total(), indexing.read))
+            bar.show_rates(outcomes.total(), "shards", outcomes.total(), indexing.read)
 
         try:
             for shard in indexing.run(shards, show):
@@ -221,7 +220,7 @@ def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexRep
             interrupted = True
         finally:
             indexing.close()
-    seconds = rate.seconds()
+    seconds = bar.seconds()
     return IndexReport(
         settings=settings,
         shards=len(shards),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -251,10 +250,10 @@ def _warnings_in_a_line() -> Iterator[None]:
         yield
 
 
-SECONDS_BETWEEN_DRAWS = 0.1
+_SECONDS_BETWEEN_DRAWS = 0.1
 
 
-class Bars:
+class Bars(Progress):
     """Progress bars that are drawn only by their updates.
 
     Not by rich's own refresh thread: workers are forked while it runs, and a lock that it holds at that
@@ -262,7 +261,7 @@ class Bars:
     """
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description:<32}"),
             BarColumn(40),
             TextColumn("{task.fields[amount]}", justify="right"),
@@ -272,64 +271,39 @@ class Bars:
             auto_refresh=False,
         )
 
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def add(self, description: str, total: int, text: Callable[[int], str] = "{:,}".format) -> Bar:
         """Return a new bar below the others, drawn at once. `text` makes an amount readable."""
-        task = self._progress.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
-        self._progress.refresh()
-        return Bar(self._progress, task, total, text)
+        task = self.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
+        self.refresh()
+        return Bar(self, task, total, text)
 
 
 class Bar:
-    """One bar: images done, and images per second."""
+    """One bar, and the time since it was made."""
 
-    def __init__(self, progress: Progress, task: TaskID, total: int, text: Callable[[int], str]) -> None:
-        self._progress = progress
-        self._task = task
-        self._total = total
-        self._text = text
+    def __init__(self, bars: Bars, task: TaskID, total: int, text: Callable[[int], str]) -> None:
+        self._bars, self._task, self._total, self._text = bars, task, total, text
         self._start = time.perf_counter()
         self._drawn = 0.0
 
-    def update(self, done: int, seconds: float | None = None) -> None:
-        """Show `done` images after `seconds` (default: since the bar was made)."""
-        seconds = seconds if seconds is not None else time.perf_counter() - self._start
-        self.show(done, f"{done / seconds:7,.0f} images/s")
-
-    def show(self, done: int, text: str) -> None:
-        """Show `done` images, with `text` behind the bar."""
-        now = time.perf_counter()
-        amount = f"{self._text(done)}/{self._text(self._total)}"
-        self._progress.update(self._task, completed=done, rate=text, amount=amount)
-        if done >= self._total or now - self._drawn > SECONDS_BETWEEN_DRAWS:
-            self._drawn = now
-            self._progress.refresh()
-
-
-class Rate:
-    """The rates of a loop since it began, in words.
-
-    Args:
-        name: what is counted.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._start = time.perf_counter()
-
     def seconds(self) -> float:
-        """Return the time since the beginning."""
+        """Return the time since the bar was made."""
         return max(time.perf_counter() - self._start, 1e-9)
 
-    def words(self, count: int, size: int) -> str:
-        """Return the rates of so many things and bytes."""
+    def update(self, done: int, seconds: float | None = None) -> None:
+        """Show `done` images after `seconds` (default: since the bar was made)."""
+        self.show(done, f"{done / (self.seconds() if seconds is None else seconds):7,.0f} images/s")
+
+    def show_rates(self, done: int, name: str, count: int, size: int) -> None:
+        """Show how much is done, and the rates of so many things and bytes."""
         seconds = self.seconds()
-        return f"{count / seconds:7,.0f} {self._name}/s {size / seconds / 1e6:6,.1f} MB/s"
+        self.show(done, f"{count / seconds:7,.0f} {name}/s {size / seconds / 1e6:6,.1f} MB/s")
+
+    def show(self, done: int, text: str) -> None:
+        """Show how much is done, with `text` behind the bar."""
+        now = time.perf_counter()
+        amount = f"{self._text(done)}/{self._text(self._total)}"
+        self._bars.update(self._task, completed=done, rate=text, amount=amount)
+        if done >= self._total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            self._bars.refresh()

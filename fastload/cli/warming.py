@@ -22,7 +22,7 @@ import fastload
 from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.plan.prices import Prices
-from fastload.cli.report import Bar, Bars, Output, Rate
+from fastload.cli.report import Bar, Bars, Output
 from fastload.cli.warm_report import (
     Failure,
     Filled,
@@ -141,7 +141,6 @@ class Tally:
         self.failures: list[Any] = []
         self.read_bytes = self.passed = 0  # of the samples, inflated; at the end, those that the store sent
         self.requests = 0  # known at the end
-        self.rate = Rate("objects")
 
     @property
     def done(self) -> int:
@@ -157,7 +156,8 @@ class Tally:
             self.failures.append(warmed)
 
     def show(self, bar: Bar) -> None:
-        bar.show(self.passed if self._by_shard else self.done, self.rate.words(self.done, self.read_bytes))
+        done = self.passed if self._by_shard else self.done
+        bar.show_rates(done, "objects", self.done, self.read_bytes)
 
 
 def _fill_slice(
@@ -179,12 +179,13 @@ def fill(warming: Any, num_workers: int, output: Output) -> Filled:
     """Run the workers until all samples are done, the cache is full, or the user interrupts."""
     dataset = warming.dataset
     tally, interrupted = Tally(warming.by_shard), False
+    start = time.perf_counter()
     with Bars(output.console) as bars:
         try:
             _follow(warming, num_workers, tally, bars)
         except KeyboardInterrupt:
             interrupted = True
-    seconds = tally.rate.seconds()
+    seconds = time.perf_counter() - start
     if not warming.by_shard and (tally.outcomes["full"] or tally.outcomes["too large"]):
         _recount(dataset, warming.samples, tally)
     counts = tally.outcomes
@@ -234,11 +235,10 @@ def _number_of_samples(warming: Any) -> int | None:
 
 def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
     if warming.by_shard:
-        total = sum(warming.dataset.shards()[number].size for number in warming.samples.tolist())
-        bar = bars.add("warming", total, format_size)
+        shards = warming.dataset.shards()
+        bar = bars.add("warming", sum(shards[number].size for number in warming.samples), format_size)
     else:
-        total = len(warming.samples)
-        bar = bars.add("warming", total)
+        bar = bars.add("warming", len(warming.samples))
     loader: Any = fastload.DataLoader(
         warming, OUTCOMES_A_MESSAGE, num_workers=num_workers, collate_fn=list, in_order=False
     )
@@ -402,7 +402,7 @@ class NodesWarming:
     def _warm(self, cluster: Cluster, surveys: dict[Node, Survey], output: Output) -> None:
         by_shard = any(survey.by_shard for survey in surveys.values())
         total = sum(survey.samples for survey in surveys.values())
-        start, done, read = time.perf_counter(), 0, 0
+        done = read = 0
         lanes = [self._slices(node, survey) for node, survey in surveys.items()]
         with Bars(output.console) as bars:
             bar = bars.add("warming shards" if by_shard else "warming", total)
@@ -414,8 +414,7 @@ class NodesWarming:
                 self._filled[task.node].append(outcome)
                 part = task.arguments[3]
                 done, read = done + part.stop - part.start, read + outcome.read_bytes
-                rate = read / (time.perf_counter() - start) / 1e6
-                bar.show(done, f"{rate:6,.1f} MB/s, {len(surveys)} nodes")
+                bar.show(done, f"{read / bar.seconds() / 1e6:6,.1f} MB/s, {len(surveys)} nodes")
 
     def _announce(self, surveys: dict[Node, Survey], output: Output) -> None:
         for node, survey in surveys.items():

@@ -165,7 +165,7 @@ def _run(
 ) -> ConvertReport:
     """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import ShardSet
-    from fastload.cli.convert.writing import Writing, Written
+    from fastload.cli.convert.writing import Writing
     from fastload.store import open_store
 
     store = open_store(destination, **options)
@@ -181,15 +181,13 @@ def _run(
     where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
     there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
     output.console.print(f"{where} -> {store.url}{there}", soft_wrap=True)
-    writing, interrupted, faults = Writing(source, shards, cluster), False, list[Fault]()
-    verify_seconds = 0.0
+    interrupted, faults, verify_seconds = False, list[Fault](), 0.0
     with Bars(output.console) as bars:
+        writing = Writing(source, shards, cluster, bars)
         try:
-            writing.run(bars)
+            writing.run()
             seconds = time.perf_counter() - start
-            bar = bars.add("verifying", sum(shard.bytes for shard in shards.shards), format_size)
-            read = Written()
-            faults = writing.verify(lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
+            faults = writing.verify()
             verify_seconds = time.perf_counter() - start - seconds
         except KeyboardInterrupt:
             interrupted, seconds = True, time.perf_counter() - start

@@ -9,30 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Task
 from fastload.cli.convert.shard_set import ShardSet, UnsentShard, WrittenShard, find_fault
 from fastload.cli.convert.source import Objects, Packed
-from fastload.cli.report import Bars, Fault, Rate
+from fastload.cli.report import Bar, Bars, Fault
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.store.manifest import Manifest
 
 
 class Written:
-    """Samples and bytes so far."""
+    """Samples and bytes so far, shown by a bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, bar: Bar) -> None:
         self.samples = self.bytes = 0
-        self._rate = Rate("samples")
+        self._bar = bar
 
-    def add(self, samples: int, size: int) -> tuple[int, str]:
-        """Return (bytes done, rates in words)."""
+    def add(self, samples: int, size: int) -> None:
+        """Count more of them, and show it."""
         self.samples += samples
         self.bytes += size
-        return self.bytes, self._rate.words(self.samples, self.bytes)
+        self._bar.show_rates(self.bytes, "samples", self.samples, self.bytes)
 
 
 class Writing:
@@ -42,37 +42,34 @@ class Writing:
         source: a `Source`; with a cluster, `Objects`.
         shards: what is written.
         cluster: its nodes do both, a task a CPU; None: this process does.
+        bars: show how far they are.
     """
 
-    def __init__(self, source: Any, shards: ShardSet, cluster: Cluster | None) -> None:
-        self._source, self._shards, self._cluster = source, shards, cluster
-        self.written = Written()
+    def __init__(self, source: Any, shards: ShardSet, cluster: Cluster | None, bars: Bars) -> None:
+        self._source, self._shards, self._cluster, self._bars = source, shards, cluster, bars
+        self.written = Written(bars.add("writing", source.total_bytes, format_size))
         self._sending: tuple[threading.Thread, WrittenShard, list[BaseException]] | None = None
 
-    def run(self, bars: Bars) -> None:
+    def run(self) -> None:
         """Write the missing shards. After an exception those that arrived are still counted."""
-        source, done = self._source, self._shards.shards
-        if done:
-            source.position = done[-1].next
-        bar = bars.add("writing", source.total_bytes, format_size)
-
-        def progress(samples: int, size: int) -> None:
-            bar.show(*self.written.add(samples, size))
-
+        if done := self._shards.shards:
+            self._source.position = done[-1].next
         try:
             if self._cluster is not None:
-                self._write_on_nodes(self._cluster, progress)
+                self._write_on_nodes(self._cluster)
             else:
-                self._write_here(progress)
+                self._write_here()
         except BaseException:
             self._wait()
             with contextlib.suppress(FastloadError):
                 self._shards.save(wait=_give_up)
             raise
 
-    def verify(self, progress: Callable[[WrittenShard], None]) -> list[Fault]:
+    def verify(self) -> list[Fault]:
         """Return the shards that differ from what was written."""
         present, shards = self._shards.present(), self._shards
+        total = sum(shard.bytes for shard in shards.shards)
+        read = Written(self._bars.add("verifying", total, format_size))
         faults: Iterator[tuple[WrittenShard, str]]
         if self._cluster is None:
             faults = ((shard, find_fault(shards, present.get(shard.name), shard)) for shard in shards.shards)
@@ -87,10 +84,10 @@ class Writing:
         for shard, fault in faults:
             if fault:
                 wrong.append(Fault(shard=shard.name, fault=fault))
-            progress(shard)
+            read.add(shard.samples, shard.bytes)
         return sorted(wrong, key=lambda fault: fault.shard)
 
-    def _write_here(self, progress: Callable[[int, int], None]) -> None:
+    def _write_here(self) -> None:
         """Make each shard while the one before it is sent: two temporary files at a time."""
         source, done = self._source, self._shards.shards
         while source.position is not None:
@@ -98,7 +95,7 @@ class Writing:
                 len(done) + (self._sending is not None),
                 source.part(),
                 lambda: source.position,
-                lambda sample: progress(1, sample.size),
+                lambda sample: self.written.add(1, sample.size),
             )
             with contextlib.ExitStack() as stack:
                 stack.callback(made.file.close)
@@ -132,7 +129,7 @@ class Writing:
             raise errors[0]
         self._shards.add(shard)
 
-    def _write_on_nodes(self, cluster: Cluster, progress: Callable[[int, int], None]) -> None:
+    def _write_on_nodes(self, cluster: Cluster) -> None:
         source, shards = self._source, self._shards
         starts = source.starts()
         packed, listing = source.packed()
@@ -148,7 +145,7 @@ class Writing:
         arrived: dict[int, WrittenShard] = {}
         for task, (shard, size) in cluster.run_anywhere(tasks):
             arrived[task.arguments[3]] = shard
-            progress(shard.samples, size)
+            self.written.add(shard.samples, size)
             while len(shards.shards) in arrived:
                 shards.add(arrived.pop(len(shards.shards)))
 
