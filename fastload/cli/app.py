@@ -14,7 +14,7 @@ import fastload
 from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, trial, warm
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.command_options import as_command, report_of
-from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
+from fastload.cli.report import JSON_FLAG, Report, write_error
 from fastload.errors import DOCS, address
 from fastload.printable import printable
 
@@ -88,14 +88,12 @@ class _App(_Group):
         except _UsageError as error:
             error.message = printable(error.message, keep="\n\t")
             if self._as_json:
-                write_document(
-                    error_document("ArgumentError", "argument", error.format_message(), None, _HELP)
-                )
+                write_error("ArgumentError", "argument", error.format_message(), _HELP)
             raise
         except typer.Abort:
             why = "no answer: give --yes"
             if self._as_json:
-                write_document(error_document("Abort", "argument", why, None, _HELP))
+                write_error("Abort", "argument", why, _HELP)
             typer.echo(f"fastload: {why}", err=True)
             raise typer.Exit(1) from None
 

@@ -83,13 +83,9 @@ class SourceOptions:
         Raises:
             ArgumentError: an option is malformed, missing, or for another kind.
         """
-        values: dict[str, Any] = {
-            "fields": None if self.fields is None else _parse_fields(self.fields, kind),
-            "files": self.files,
-            "dtype": self.dtype,
-            "block": self.block,
-        }
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
+        if self.fields is not None:
+            given["fields"] = _parse_fields(self.fields, kind)
         takes = {*inspect.signature(dataset_class(kind)).parameters, *(["files"] if kind == TABLE else [])}
         if wrong := sorted(given.keys() - takes):
             raise ArgumentError(

