@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 import fastload
 from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, trial, warm
 from fastload.cli.cluster import RAY_FLAG
-from fastload.cli.command_options import as_command, report_of
+from fastload.cli.command_options import as_command, report_class
 from fastload.cli.report import JSON_FLAG, Report, write_error
 from fastload.errors import DOCS, address
 from fastload.printable import printable
@@ -35,11 +35,9 @@ class _Command(TyperCommand):
     """A command whose usage line shows an argument as URL instead of {url}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the arguments in the usage line."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options."""
         return _without_flag_values(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -60,7 +58,6 @@ class _Group(TyperGroup):
     """A group of commands, or the whole command line."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options."""
         return _without_flag_values(super().get_params(ctx))
 
 
@@ -126,9 +123,9 @@ _COMMANDS: dict[Callable[..., Report], str] = {
     cache.push: "fastload cache push /ssd/cache s3://bucket/cache",
     cache.pull: "fastload cache pull s3://bucket/cache /ssd/cache",
 }
-REPORTS = {report_of(command).command: report_of(command) for command in _COMMANDS}
+REPORTS = {report_class(command).command: report_class(command) for command in _COMMANDS}
 for _command, _line in _COMMANDS.items():
-    _parent, _, _name = report_of(_command).command.rpartition(" ")
+    _parent, _, _name = report_class(_command).command.rpartition(" ")
     _group = cache.app if _parent else app
     _class = _ScriptCommand if _command is trial.try_script else _Command
     _group.command(_name, cls=_class, epilog=f"Example:  [bold]{_line}[/]")(as_command(_command))

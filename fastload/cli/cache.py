@@ -272,8 +272,6 @@ def push(directory: Directory, url: PacksUrl, stored: StoreOptions, output: Outp
 
 @dataclass(kw_only=True)
 class PackFault:
-    """A damaged pack."""
-
     pack: Annotated[str, "a pack with something wrong"]
     fault: Annotated[str, "what is wrong with it"]
 

@@ -122,7 +122,6 @@ class CacheOptions:
     size_limit: SizeLimit = None
 
     def open(self, directory: str | Path) -> Any:
-        """Return the cache in a directory."""
         import fastload
 
         mode: Any = str(self.mode)  # not the member of an enumeration
@@ -135,7 +134,7 @@ class CacheOptions:
         )
 
 
-def report_of(command: Callable[..., Report]) -> type[Report]:
+def report_class(command: Callable[..., Report]) -> type[Report]:
     """Return the class of a command's report."""
     kind: type[Report] = get_type_hints(command)["return"]
     return kind
@@ -169,7 +168,7 @@ def as_command(command: Callable[..., Report]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(as_json: bool, **values: Any) -> None:
-        with answering(as_json, report_of(command)) as output:
+        with answering(as_json, report_class(command)) as output:
             for name, group in groups.items():
                 values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
             if "output" in signature:

@@ -28,8 +28,6 @@ SHARED_MEMORY_WANTED = 1_000_000_000
 
 @dataclass
 class Check:
-    """One finding."""
-
     name: Annotated[str, "what was looked at"]
     state: Annotated[str, '`"ok"`, `"warn"` (it works, but slower or in part) or `"fail"`']
     found: Annotated[str, "what is there"]

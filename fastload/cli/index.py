@@ -153,7 +153,6 @@ class _Files:
         return True
 
     def keep(self, shard: Any) -> None:
-        """Keep what was found in a shard."""
         self._store.write(self._name(shard.number), shard.file)
 
     def close(self) -> None:
@@ -187,7 +186,6 @@ class _Kept:
         return self._dataset._index.get(shard) is not None
 
     def keep(self, shard: Any) -> None:
-        """Keep what was found in a shard."""
         self._dataset._index.add_and_keep(shard.number, shard.records)
 
     def close(self) -> None:

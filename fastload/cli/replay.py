@@ -146,7 +146,6 @@ class _Step(NamedTuple):
     world_size: int | None
 
     def batch(self, part: _Part) -> Any:
-        """Return the batch of a rank."""
         with self.made.reading():
             return self.made.loader.batch_at(
                 self.step, self.epoch, rank=part.number, world_size=self.world_size

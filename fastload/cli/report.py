@@ -62,7 +62,6 @@ class Report:
         yield from ()
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
         return {"command": self.command, **asdict(self, dict_factory=_keys)}
 
 
@@ -97,7 +96,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Describe this machine."""
         return cls(
             cpu=_cpu(),
             cores=usable_cores(),
@@ -158,8 +156,6 @@ class MeasuredEpoch:
 
 @dataclass(kw_only=True)
 class Fault:
-    """A damaged shard."""
-
     shard: Annotated[str, "a shard that is not as it should be"]
     fault: Annotated[str, "what is wrong with it"]
 
@@ -278,7 +274,6 @@ class Bar:
         self._drawn = 0.0
 
     def seconds(self) -> float:
-        """Return the time since the bar was made."""
         return max(time.perf_counter() - self._start, 1e-9)
 
     def update(self, done: int, seconds: float | None = None) -> None:

@@ -144,15 +144,15 @@ class _Deliveries:
     """What one loader delivered.
 
     Attributes:
-        marks: after each batch: seconds of reading and training, those of waiting among them, samples.
+        marks: at the beginning and after each batch: seconds of reading and training, those of waiting among
+            them, samples.
         order: digests of the leading index batches.
         integers: digests of the integers in the leading batches.
         context: of a loader of fastload, else None.
     """
 
     def __init__(self) -> None:
-        self.marks: list[tuple[float, float, int]] = []
-        self.seconds = self.waited = 0.0
+        self.marks = [(0.0, 0.0, 0)]
         self.order: list[str] = []
         self.integers: list[str] = []
         self.context: Any = None
@@ -174,16 +174,16 @@ class _Deliveries:
         """
         from fastload.gpu.tree import tree_leaves
 
-        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
         leaves = list(tree_leaves(batch))
         lengths = [len(leaf) for leaf in leaves if leaf.ndim]
         samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
-        self.marks.append((self.seconds, self.waited, (self.marks[-1][2] if self.marks else 0) + samples))
+        before = self.marks[-1]
+        self.marks.append((before[0] + seconds, before[1] + waited, before[2] + samples))
         # Images are left out: they are large, and random.
         whole = [
             leaf for leaf in leaves if leaf.ndim <= 2 and not (leaf.is_floating_point() or leaf.is_complex())
         ]
-        if whole and len(self.integers) < LEADING and len(self.integers) == len(self.marks) - 1:
+        if whole and len(self.integers) < LEADING and len(self.integers) == len(self.marks) - 2:
             parts = [leaf.detach().flatten()[:_LEADING_INTEGERS].cpu().numpy().tobytes() for leaf in whole]
             self.integers.append(
                 _digest(*(f"{leaf.dtype} {tuple(leaf.shape)}".encode() for leaf in whole), *parts)
@@ -200,16 +200,14 @@ class _Deliveries:
         verdict = None
         if self.context is not None:  # as stats() has it
             verdict = explain_bottleneck(self.context.meter.counters(), self.context.meter.gauges())
-        before, last = (0.0, 0.0, 0), (0.0, 0.0, 0)
-        if self.marks:
-            skipped, last = min(max(1, ahead), len(self.marks) // 2), self.marks[-1]
-            before = self.marks[skipped - 1] if skipped else before
+        batches = len(self.marks) - 1
+        before, last = self.marks[min(max(1, ahead), batches // 2)], self.marks[-1]
         seconds = max(last[0] - before[0], 1e-9)
         return {
-            "batches": len(self.marks),
+            "batches": batches,
             "samples": last[2],
             "samples_per_second": round((last[2] - before[2]) / seconds, 1),
-            "first_batch_seconds": round(self.marks[0][0], 3) if self.marks else None,
+            "first_batch_seconds": round(self.marks[1][0], 3) if batches else None,
             "waited": round((last[1] - before[1]) / seconds, 3),
             "verdict": verdict,
             "order": self.order,

@@ -42,8 +42,6 @@ class Settings:
 
 @dataclass(kw_only=True)
 class ScriptRun:
-    """One run of the script."""
-
     log: Annotated[Path, "the file with the script's output"]
     ended: Annotated[
         str, '`"itself"`, `"interrupted"` after the time, or `"killed"` where that did not end it'

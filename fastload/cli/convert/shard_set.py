@@ -141,7 +141,6 @@ class ShardSet:
         self.complete = document["complete"]
 
     def file_name(self, number: int) -> str:
-        """Return the name of a shard."""
         return self.form.file_name(self.name, number, self._count)
 
     def make(

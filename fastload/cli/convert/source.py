@@ -159,7 +159,6 @@ class _Pickler(pickle.Pickler):
         self._listing = listing
 
     def persistent_id(self, value: Any) -> str | None:
-        """Return a name for the listing."""
         return "listing" if value is self._listing else None
 
 
@@ -171,7 +170,6 @@ class _Unpickler(pickle.Unpickler):
         self._listing = listing
 
     def persistent_load(self, name: Any) -> Manifest:
-        """Return the listing."""
         return self._listing
 
 

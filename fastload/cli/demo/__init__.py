@@ -58,8 +58,6 @@ class ServedEpoch(MeasuredEpoch):
 
 @dataclass(kw_only=True)
 class Epochs:
-    """The two epochs of fastload."""
-
     epoch_1: ServedEpoch
     epoch_2: ServedEpoch
 
