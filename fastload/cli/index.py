@@ -222,7 +222,10 @@ def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexRep
     return IndexReport(
         settings=settings,
         shards=len(shards),
-        **{name: outcomes[name] for name in ("indexed", "present", "compressed", "failed")},
+        indexed=outcomes["indexed"],
+        present=outcomes["present"],
+        compressed=outcomes["compressed"],
+        failed=outcomes["failed"],
         left=len(shards) - outcomes.total(),
         samples=samples,
         interrupted=interrupted,

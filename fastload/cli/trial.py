@@ -186,10 +186,13 @@ def try_script(
             f"arguments with which it trains; its output: {theirs.log}"
         )
     again: list[dict[str, Any]] = []
-    if any(False in _equal(*pair) for pair in zip_longest(expected, read, fillvalue={})):
+    nothing: dict[str, Any] = {}
+    if any(False in _equal(*pair) for pair in zip_longest(expected, read, fillvalue=nothing)):
         _, again = run("torch again", min(seconds, _SECONDS_AGAIN))
     loaders = [
-        _tried(*sides) for sides in zip_longest(expected, read, again, fillvalue={}) if sides[0] or sides[1]
+        _tried(*sides)
+        for sides in zip_longest(expected, read, again, fillvalue=nothing)
+        if sides[0] or sides[1]
     ]
     return TryReport(
         settings=Settings(script=script, arguments=command[1:], seconds=seconds),

@@ -100,7 +100,8 @@ def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tu
             "a share of shards is a share of their samples, and they are not indexed: run fastload index "
             "first, or give --share 0/1 to warm all of them"
         ) from None
-    if any(dataset._index.get(number).compressed for number in range(len(dataset.shards()))):
+    indexes = map(dataset._index.get, range(len(dataset.shards())))
+    if any(records.compressed for records in indexes if records is not None):
         raise ArgumentError(
             "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
         )

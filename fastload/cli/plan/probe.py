@@ -67,7 +67,7 @@ def probe_samples(
     options: dict[str, Any],
     objects: int,
     size: int,
-    cache: dict[str, int],
+    cache: dict[str, Any],
     *,
     source: SourceOptions,
 ) -> Probe:
@@ -171,7 +171,7 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
 
 
 def probe_modes(
-    payloads: list[bytes], size: int, cache: dict[str, int], read_cpu: float, scale: float
+    payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
     """Measure bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
     crop = fastload.RandomResizedCrop(size, flip=0.5)
@@ -263,7 +263,7 @@ def probe_shards(
     options: dict[str, Any],
     objects: int,
     size: int,
-    cache: dict[str, int],
+    cache: dict[str, Any],
     *,
     workers: int,
 ) -> Probe:
