@@ -157,7 +157,10 @@ def measure_epoch(
             break
     after = _counters(loader).items()
     counters = {name: round(value - before.get(name, 0), 6) for name, value in sorted(after)}
-    total_bytes = images * (_image_bytes(counters) if image_bytes is None else image_bytes)
+    if image_bytes is None:
+        read = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
+        image_bytes = (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(read, 1)
+    total_bytes = images * image_bytes
     return MeasuredEpoch(
         images=images,
         bytes=round(total_bytes),
@@ -172,12 +175,6 @@ def measure_epoch(
 
 def _counters(loader: Any) -> dict[str, float]:
     return dict(loader.stats()["counters"]) if hasattr(loader, "stats") else {}
-
-
-def _image_bytes(counters: dict[str, float]) -> float:
-    """Return the mean size of the encoded images that were read."""
-    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
-    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
 
 
 def count_samples(batch: Any) -> int:

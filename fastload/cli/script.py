@@ -143,6 +143,10 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> d
 class _Deliveries:
     """What one loader delivered.
 
+    Args:
+        about: what is said about the loader.
+        ahead: batches that workers make ahead. The rate counts from the next one on.
+
     Attributes:
         marks: at the beginning and after each batch: seconds of reading and training, those of waiting among
             them, samples.
@@ -151,7 +155,8 @@ class _Deliveries:
         context: of a loader of fastload, else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, about: dict[str, Any], ahead: int) -> None:
+        self._about, self._ahead = about, ahead
         self.marks = [(0.0, 0.0, 0)]
         self.order: list[str] = []
         self.integers: list[str] = []
@@ -189,21 +194,18 @@ class _Deliveries:
                 _digest(*(f"{leaf.dtype} {tuple(leaf.shape)}".encode() for leaf in whole), *parts)
             )
 
-    def document(self, ahead: int) -> dict[str, Any]:
-        """Return it as JSON.
-
-        Args:
-            ahead: batches that workers make ahead. The rate counts from the next one on.
-        """
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
         from fastload.metrics.bottleneck import explain_bottleneck
 
         verdict = None
         if self.context is not None:  # as stats() has it
             verdict = explain_bottleneck(self.context.meter.counters(), self.context.meter.gauges())
         batches = len(self.marks) - 1
-        before, last = self.marks[min(max(1, ahead), batches // 2)], self.marks[-1]
+        before, last = self.marks[min(max(1, self._ahead), batches // 2)], self.marks[-1]
         seconds = max(last[0] - before[0], 1e-9)
         return {
+            **self._about,
             "batches": batches,
             "samples": last[2],
             "samples_per_second": round((last[2] - before[2]) / seconds, 1),
@@ -224,7 +226,7 @@ class _Measurement:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._loaders: dict[tuple[Any, ...], _Deliveries] = {}  # by what is said about each
+        self._loaders: dict[tuple[Any, ...], _Deliveries] = {}  # by what makes them alike
         self._written = 0.0
 
     def of(self, loader: Any) -> _Deliveries:
@@ -232,11 +234,15 @@ class _Measurement:
         dataset, length = loader.dataset, None
         with contextlib.suppress(Exception):  # a dataset without length may raise anything
             length = len(dataset)
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        about = {
+            "dataset": type(dataset).__qualname__,
+            "length": length,
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "num_workers": loader.num_workers,
+        }
         ahead = loader.num_workers * (loader.prefetch_factor or 2)
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        key = (kind, length, size, loader.num_workers, type(loader.sampler).__name__, ahead)
-        deliveries = self._loaders.setdefault(key, _Deliveries())
+        key = (type(dataset), type(loader.sampler), ahead, *about.values())
+        deliveries = self._loaders.setdefault(key, _Deliveries(about, ahead))
         # Not the loader itself: it must not live longer than without a measurement.
         deliveries.context = getattr(loader, "_context", None)
         return deliveries
@@ -248,11 +254,7 @@ class _Measurement:
         clock = time.perf_counter()
         if find_rank()[0] or not (now or clock - self._written > _SECONDS_BETWEEN_WRITES):
             return
-        names = ("dataset", "length", "batch_size", "num_workers", "sampler")
-        document = [
-            dict(zip(names, key, strict=False)) | deliveries.document(key[-1])
-            for key, deliveries in self._loaders.items()
-        ]
+        document = [deliveries.document() for deliveries in self._loaders.values()]
         path = self._directory / f"{os.getpid()}.json"
         path.with_suffix(".part").write_text(json.dumps(document))
         path.with_suffix(".part").replace(path)

@@ -18,7 +18,6 @@ from fastload.testing.promises import (
     Contents,
     broken,
     check_same_lists,
-    close,
     contents,
     in_processes,
     loader_of,
@@ -230,6 +229,6 @@ class ReadTests:
             loader = self._loader(dataset, **self._processes(workers)[0])
             next(iter(loader), None)
             self._read(loader)
-            close(dataset)
+            getattr(dataset, "close", lambda: None)()
             del dataset, loader
         gc.collect()

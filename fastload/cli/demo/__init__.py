@@ -130,7 +130,7 @@ class Bucket(NamedTuple):
 
     name: str
     photos: Path
-    total_bytes: int
+    image_bytes: float
     proxy: Any
     credentials: dict[str, str]
 
@@ -213,14 +213,14 @@ def _bucket(root: Path, settings: Settings, bars: Bars) -> Iterator[Bucket]:
     total_bytes = make_dataset(root / name, settings.images, CLASSES, lambda done, _: bar.update(done))
     with serve_s3(root) as server, delay_proxy(server.endpoint_url, settings.latency_ms / 1000) as proxy:
         credentials = {"key": server.key, "secret": server.secret}
-        yield Bucket(name, root / name, total_bytes, proxy, credentials)
+        yield Bucket(name, root / name, total_bytes / settings.images, proxy, credentials)
 
 
 def _measure(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> DemoReport:
     """Run the loaders, one after the other."""
     torch_s3fs = _torch_s3fs(bucket, settings, bars)
     first, second = _fastload(bucket, settings, cache, bars)
-    settings.image_bytes = round(bucket.total_bytes / settings.images)
+    settings.image_bytes = round(bucket.image_bytes)
     baseline = torch_s3fs.images_per_second
     return DemoReport(
         settings=settings,
@@ -252,7 +252,7 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> ServedEpoch:
     )
     loader = torch.utils.data.DataLoader(dataset, BATCH_SIZE, num_workers=settings.num_workers)
     bar = bars.add("torch + s3fs, a sample", len(paths))
-    return _timed(loader, bucket, settings, bar.update, BASELINE_SECONDS)
+    return _timed(loader, bucket, bar.update, BASELINE_SECONDS)
 
 
 def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> list[ServedEpoch]:
@@ -269,17 +269,16 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
     epochs = []
     for number, source in ((1, "from the store"), (2, "from the cache")):
         bar = bars.add(f"fastload epoch {number}, {source}", settings.images)
-        epochs.append(_timed(loader, bucket, settings, bar.update))
+        epochs.append(_timed(loader, bucket, bar.update))
     return epochs
 
 
 def _timed(
-    loader: Iterable[Any], bucket: Bucket, settings: Settings, progress: Any, seconds: float = float("inf")
+    loader: Iterable[Any], bucket: Bucket, progress: Any, seconds: float = float("inf")
 ) -> ServedEpoch:
     """Time one epoch, and count the GETs at the server during it."""
     before = bucket.proxy.counts().object_gets
-    image_bytes = bucket.total_bytes / settings.images
-    epoch = measure_epoch(loader, progress, image_bytes=image_bytes, seconds_at_most=seconds)
+    epoch = measure_epoch(loader, progress, image_bytes=bucket.image_bytes, seconds_at_most=seconds)
     return ServedEpoch(**vars(epoch), gets=bucket.proxy.counts().object_gets - before)
 
 

@@ -183,7 +183,7 @@ def plan(
         demand=demand.rate,
         best=best,
         advice=_advice(predictions[best], best, node),
-        assumptions=[*_assumptions(probe, node), _price_words(priced)],
+        assumptions=_assumptions(probe, node, priced),
     )
 
 
@@ -196,13 +196,7 @@ def _bill(prediction: Prediction, epochs: int, prices: Prices | None) -> Cost | 
     return prices.bill(gets, first.egress_bytes + (epochs - 1) * later.egress_bytes)
 
 
-def _price_words(prices: Prices | None) -> str:
-    if prices is None:
-        return "no prices: give --prices FILE, see the guide on cost"
-    return f"prices by {prices.source}; egress is often free within a region"
-
-
-def _advice(prediction: Any, best: str, node: Any) -> list[str]:
+def _advice(prediction: Prediction, best: str, node: Node) -> list[str]:
     advice = [f"mode '{best}' takes the least time"]
     for name, epoch in (("epoch 1", prediction.first), ("later", prediction.later)):
         advice.append(f"{name}: {ADVICE[epoch.limit]}")
@@ -214,10 +208,13 @@ def _advice(prediction: Any, best: str, node: Any) -> list[str]:
     return advice
 
 
-def _assumptions(probe: Any, node: Any) -> list[str]:
+def _assumptions(probe: Any, node: Node, prices: Prices | None) -> list[str]:
     disk = "measured" if node.disk_read is not None else "assumed to be fast enough (--cache DIR measures it)"
     network = "the probe reached no ceiling" if probe.data.network is None else "the ceiling of the probe"
     server = "the store runs on this machine and uses its CPU" if probe.server_here else "this process's CPU"
+    priced = "no prices: give --prices FILE, see the guide on cost"
+    if prices is not None:
+        priced = f"prices by {prices.source}; egress is often free within a region"
     streaming = probe.data.streaming
     if streaming is None:
         sample = f"{probe.objects} random objects are representative of all {probe.data.objects:,}"
@@ -238,4 +235,5 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
         f"the cache fills in epoch 1 and keeps what it has; {requests}",
+        priced,
     ]
