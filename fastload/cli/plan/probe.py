@@ -102,7 +102,8 @@ def probe_samples(
             f"{dataset.url!r}: no image in {len(kept):,} samples, and plan predicts images: measure with "
             "fastload bench"
         )
-    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(kept)  # rows have no size before
+    # Rows have no size before they are read.
+    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(kept)
     if kind == FOLDER:
         mean = dataset.listing().total_bytes / len(dataset)
     # 32 requests in flight were much slower than expected, though there was CPU left.
@@ -283,7 +284,7 @@ def probe_shards(
     chosen = [shards[number] for number in order if shards[number].size][:_AT_ONCE]
     if not chosen:
         raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
-    readers = max(1, _CYCLE // workers)
+    readers = max(1, _CYCLE // workers)  # as a run with the default `cycle_length` has
     ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
     in_flight = min(SETTINGS.node_requests, workers * readers * ahead.pieces)
     piece = min(ahead.piece, int(np.mean([shard.size for shard in chosen])))
