@@ -90,7 +90,7 @@ def probe_samples(
         chosen = np.random.default_rng(0).permutation(len(dataset))[: objects + ALONE + 1].tolist()
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
         alone = seconds_alone(dataset._payload, first, deadline)
-        here, others = is_here(options), busy_cores(0.5)
+        here, others = is_here(options), busy_cores()
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
         keys = [key for index in kept for key in dataset._cache_keys(index)]
@@ -235,10 +235,10 @@ def is_here(options: dict[str, Any]) -> bool:
     return host == "localhost" or host.startswith("127.")
 
 
-def busy_cores(seconds: float) -> float:
+def busy_cores() -> float:
     """Measure the number of cores that other processes keep busy now."""
     before, start = _CORES.busy_seconds(), time.perf_counter()
-    time.sleep(seconds)
+    time.sleep(0.5)
     return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)
 
 
@@ -289,7 +289,7 @@ def probe_shards(
     in_flight = min(SETTINGS.node_requests, workers * readers * ahead.pieces)
     piece = min(ahead.piece, int(np.mean([shard.size for shard in chosen])))
     range_seconds = _range_alone(shards.store, chosen, piece)
-    here, others = is_here(options), busy_cores(0.5)
+    here, others = is_here(options), busy_cores()
     read = _read_shards(
         shards.store, chosen, FORMATS[kind], image, objects, deadline, others if here else None
     )
