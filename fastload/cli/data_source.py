@@ -105,11 +105,7 @@ def dataset_class(kind: str) -> Any:
 
 
 def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
-    """Return the kind of what is at `url`: as asked for, else by its name, else by the first keys below it.
-
-    Raises:
-        ArgumentError, StoreError: as a dataset's.
-    """
+    """Return the kind of what is at `url`: as asked for, else by its name, else by the first keys below it."""
     from fastload.shards.formats import expand_braces
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
@@ -156,9 +152,6 @@ def open_dataset(
 
     Args:
         arguments: cache, storage_options and listing_max_age of the dataset.
-
-    Raises:
-        ArgumentError: an option does not fit. StoreError: as the dataset's.
     """
     chosen = options.arguments(kind)
     if transform is not None and kind != "tokens":
@@ -171,11 +164,7 @@ def open_dataset(
 
 
 def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, Any]) -> Any:
-    """Return the shards, listed, and keep the listing in the cache.
-
-    Raises:
-        ArgumentError, NotFoundError, AccessDeniedError, StoreError.
-    """
+    """Return the shards, listed, and keep the listing in the cache."""
     from fastload.shards.catalog import ShardList
 
     return ShardList(url, FORMATS[kind], cache, 0, storage_options)

@@ -291,9 +291,6 @@ class NodesWarming:
         shard: (0, 1): each node warms all; None: its share.
         num_workers: of each node; None: as many as Ray gives it CPUs.
         listing_max_age: of the listing that a node keeps, as of the command.
-
-    Raises:
-        ArgumentError, StoreError, CacheError, WorkerError: as the command.
     """
 
     def __init__(

@@ -330,9 +330,6 @@ def _read_shards(
     Args:
         image: name of the field that is an image.
         others: see `_Use`.
-
-    Raises:
-        ArgumentError, NotFoundError: as `probe_shards`.
     """
     pool = ReadPool(_AT_ONCE, Counters())
     readers = [
