@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -149,28 +149,25 @@ def as_command(command: Callable[..., Report]) -> Callable[..., None]:
     hints = get_type_hints(command, include_extras=True) | {"as_json": JsonOption}
     signature = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: hints[name] for name in signature if is_dataclass(hints[name])}
-    defaults: dict[str, Any] = {}
+    taken: dict[str, inspect.Parameter] = {}
     for name, parameter in signature.items():
         if name in groups:
             hints |= get_type_hints(groups[name], include_extras=True)
-            defaults |= {field.name: field.default for field in fields(groups[name])}
+            taken |= inspect.signature(groups[name]).parameters
         elif name != "output":
-            defaults[name] = parameter.default
+            taken[name] = parameter
+    taken["as_json"] = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False)
     parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is MISSING else default,
-            annotation=hints[name],
-        )
-        for name, default in {**defaults, "as_json": False}.items()
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in taken.items()
     ]
 
     @functools.wraps(command)
     def run(as_json: bool, **values: Any) -> None:
         with answering(as_json, report_class(command)) as output:
             for name, group in groups.items():
-                values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+                options = inspect.signature(group).parameters
+                values[name] = group(**{option: values.pop(option) for option in options})
             if "output" in signature:
                 values["output"] = output
             output.finish(command(**values))
