@@ -20,8 +20,8 @@ _STAGES = {
     "collate": "collating batches",
 }
 _IN_TRAINER = {
-    "sampler": "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits for "
-    "batches; draw them all at once (a permutation), not one by one",
+    "sampler": "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits "
+    "for batches; draw them all at once (a permutation), not one by one",
     "copy": "the copy to the device is the bottleneck: send uint8 and normalise there (batch_transform), or "
     "send smaller images",
     "decoder": "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
