@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from enum import Enum
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -54,7 +54,7 @@ def keys(report: type) -> Iterator[tuple[str, str]]:
     values of an object.
     """
     for name, hint in get_type_hints(report, include_extras=True).items():
-        if name == "command":
+        if get_origin(hint) is ClassVar:
             continue
         hint, text = get_args(hint) if get_origin(hint) is Annotated else (hint, "")
         inner = next((one for one in _inside(hint) if is_dataclass(one)), None)

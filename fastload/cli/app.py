@@ -11,23 +11,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import (
-    bench,
-    cache,
-    convert,
-    demo,
-    doctor,
-    index,
-    plan,
-    prove,
-    replay,
-    trial,
-    warm,
-    warm_report,
-)
+from fastload.cli import bench, cache, convert, demo, doctor, index, plan, prove, replay, trial, warm
 from fastload.cli.cluster import RAY_FLAG
-from fastload.cli.command_options import flatten_options
-from fastload.cli.report import JSON_FLAG, Report, error_document, write_document
+from fastload.cli.command_options import as_command, report_class
+from fastload.cli.report import JSON_FLAG, Report, write_error
 from fastload.errors import DOCS, address, printable
 
 _HELP = address("argumenterror")
@@ -47,11 +34,9 @@ class _Command(TyperCommand):
     """A command whose usage line shows an argument as URL instead of {url}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the arguments in the usage line."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options."""
         return _without_flag_values(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -72,7 +57,6 @@ class _Group(TyperGroup):
     """A group of commands, or the whole command line."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the options."""
         return _without_flag_values(super().get_params(ctx))
 
 
@@ -100,20 +84,14 @@ class _App(_Group):
         except _UsageError as error:
             error.message = printable(error.message, keep="\n\t")
             if self._as_json:
-                write_document(
-                    error_document("ArgumentError", "argument", error.format_message(), None, _HELP)
-                )
+                write_error("ArgumentError", "argument", error.format_message(), _HELP)
             raise
         except typer.Abort:
             why = "no answer: give --yes"
             if self._as_json:
-                write_document(error_document("Abort", "argument", why, None, _HELP))
+                write_error("Abort", "argument", why, _HELP)
             typer.echo(f"fastload: {why}", err=True)
             raise typer.Exit(1) from None
-
-
-def _example(line: str) -> str:
-    return f"Example:  [bold]{line}[/]"
 
 
 app = typer.Typer(
@@ -126,37 +104,30 @@ app = typer.Typer(
     # A traceback with local variables would print credentials.
     pretty_exceptions_enable=False,
 )
-_COMMANDS: list[tuple[Callable[..., None], type[Report], str]] = [
-    (demo.demo, demo.DemoReport, "fastload demo --images 500 --latency-ms 50"),
-    (bench.bench, bench.BenchReport, "fastload bench s3://bucket/train --cache /ssd/cache"),
-    (trial.try_script, trial.TryReport, "fastload try --seconds 60 train.py --epochs 1"),
-    (warm.warm, warm_report.WarmReport, "fastload warm s3://bucket/train --cache /ssd/cache"),
-    (
-        plan.plan,
-        plan.PlanReport,
-        "fastload plan s3://bucket/train --size-limit 500GB --gpus 8 --gpu-rate 2500",
-    ),
-    (
-        convert.convert,
-        convert.ConvertReport,
-        "fastload convert s3://bucket/train s3://bucket/shards --to tar",
-    ),
-    (index.index, index.IndexReport, "fastload index s3://bucket/shards"),
-    (replay.replay, replay.ReplayReport, "fastload replay checkpoint.pt --step 1240 --html step.html"),
-    (prove.prove, prove.ProveReport, "fastload prove /logs/run-1 /logs/run-2"),
-    (doctor.doctor, doctor.DoctorReport, "fastload doctor"),
-    (cache.info, cache.InfoReport, "fastload cache info /ssd/cache"),
-    (cache.check, cache.CheckReport, "fastload cache check /ssd/cache --fix"),
-    (cache.clear, cache.ClearReport, "fastload cache clear /ssd/cache --yes"),
-    (cache.push, cache.PushReport, "fastload cache push /ssd/cache s3://bucket/cache"),
-    (cache.pull, cache.PullReport, "fastload cache pull s3://bucket/cache /ssd/cache"),
-]
-REPORTS = {report.command: report for _, report, _ in _COMMANDS}
-for _function, _report, _line in _COMMANDS:
-    _parent, _, _name = _report.command.rpartition(" ")
+# Each command, and an example of it.
+_COMMANDS: dict[Callable[..., Report], str] = {
+    demo.demo: "fastload demo --images 500 --latency-ms 50",
+    bench.bench: "fastload bench s3://bucket/train --cache /ssd/cache",
+    trial.try_script: "fastload try --seconds 60 train.py --epochs 1",
+    warm.warm: "fastload warm s3://bucket/train --cache /ssd/cache",
+    plan.plan: "fastload plan s3://bucket/train --size-limit 500GB --gpus 8 --gpu-rate 2500",
+    convert.convert: "fastload convert s3://bucket/train s3://bucket/shards --to tar",
+    index.index: "fastload index s3://bucket/shards",
+    replay.replay: "fastload replay checkpoint.pt --step 1240 --html step.html",
+    prove.prove: "fastload prove /logs/run-1 /logs/run-2",
+    doctor.doctor: "fastload doctor",
+    cache.info: "fastload cache info /ssd/cache",
+    cache.check: "fastload cache check /ssd/cache --fix",
+    cache.clear: "fastload cache clear /ssd/cache --yes",
+    cache.push: "fastload cache push /ssd/cache s3://bucket/cache",
+    cache.pull: "fastload cache pull s3://bucket/cache /ssd/cache",
+}
+REPORTS = {report_class(command).command: report_class(command) for command in _COMMANDS}
+for _command, _line in _COMMANDS.items():
+    _parent, _, _name = report_class(_command).command.rpartition(" ")
     _group = cache.app if _parent else app
-    _class = _ScriptCommand if _report is trial.TryReport else _Command
-    _group.command(_name, cls=_class, epilog=_example(_line))(flatten_options(_function))
+    _class = _ScriptCommand if _command is trial.try_script else _Command
+    _group.command(_name, cls=_class, epilog=f"Example:  [bold]{_line}[/]")(as_command(_command))
 app.add_typer(cache.app, name="cache", cls=_Group)
 
 

@@ -8,21 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fastload.checks import format_size
 from fastload.cli.command_options import CORES, CacheOptions, CropSize, NumWorkers, StoreOptions
-from fastload.cli.data_source import DataUrl, Images, SourceOptions, find_kind, open_images
-from fastload.cli.report import (
-    Bars,
-    JsonOption,
-    Lines,
-    MeasuredEpoch,
-    MeasuredReport,
-    Output,
-    answering,
-    dimmed,
-)
+from fastload.cli.data_source import DataUrl, SourceOptions, find_kind, open_images
+from fastload.cli.report import Bars, Lines, MeasuredEpoch, MeasuredReport, Output, dimmed, figures
 from fastload.metrics.bottleneck import explain_bottleneck
 
 # The parts of the time of the workers and of the trainer.
@@ -63,10 +53,7 @@ class BenchReport(MeasuredReport):
     def text(self) -> Lines:
         """Yield a column for each epoch, then a sentence for each."""
         settings = self.settings
-        table = Table(header_style="bold")
-        table.add_column("")
-        for number in range(1, len(self.epochs) + 1):
-            table.add_column(f"epoch {number}", justify="right")
+        table = figures("", *(f"epoch {number}" for number in range(1, len(self.epochs) + 1)))
         for name, cells in self._rows():
             table.add_row(name, *cells, end_section=name == "from the cache")
         yield table
@@ -100,6 +87,7 @@ def bench(
     source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
+    output: Output,
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="A cache directory. Epoch 1 fills it.")
     ] = None,
@@ -107,52 +95,39 @@ def bench(
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images in a batch.")] = 64,
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of passes over all images.")] = 2,
     size: CropSize = 224,
-    as_json: JsonOption = False,
-) -> None:
+) -> BenchReport:
     """Measure fastload on your own data, and find the slowest stage."""
-    with answering(as_json) as output:
-        kept, options = None if cache is None else cached.open(cache), store.parse()
-        import fastload  # it imports torch, which takes seconds
+    kept, options = None if cache is None else cached.open(cache), store.parse()
+    import fastload  # it imports torch, which takes seconds
 
-        start = time.perf_counter()
-        kind = find_kind(url, options, source.kind)
-        crop = fastload.RandomResizedCrop(size, flip=0.5)
-        opened = open_images(url, kind, source, crop, cache=kept, storage_options=options)
-        seconds = time.perf_counter() - start
-        output.console.print(f"{opened.words}, listed in {seconds:.1f} s", soft_wrap=True)
-        measured = _measure(opened, batch_size, num_workers, epochs, output)
-        images = measured[0].images
-        output.finish(
-            BenchReport(
-                settings=Settings(
-                    url=url,
-                    kind=kind,
-                    images=images,
-                    image_bytes=round(measured[0].bytes / images),
-                    cache=cache,
-                    mode=None if kept is None else str(cached.mode),
-                    num_workers=num_workers,
-                    batch_size=batch_size,
-                    size=size,
-                ),
-                listing_seconds=round(seconds, 3),
-                epochs=measured,
-            )
-        )
-
-
-def _measure(
-    source: Images, batch_size: int, num_workers: int, epochs: int, output: Output
-) -> list[MeasuredEpoch]:
-    """Run the epochs one after the other."""
-    import fastload
-
-    loader = fastload.DataLoader(source.dataset, batch_size, shuffle=True, num_workers=num_workers)
+    start = time.perf_counter()
+    kind = find_kind(url, options, source.kind)
+    crop = fastload.RandomResizedCrop(size, flip=0.5)
+    opened = open_images(url, kind, source, crop, cache=kept, storage_options=options)
+    seconds = time.perf_counter() - start
+    output.console.print(f"{opened.words}, listed in {seconds:.1f} s", soft_wrap=True)
+    loader = fastload.DataLoader(opened.dataset, batch_size, shuffle=True, num_workers=num_workers)
     with Bars(output.console) as bars:
-        return [
-            measure_epoch(loader, bars.add(f"epoch {number}", source.length).update)
+        measured = [
+            measure_epoch(loader, bars.add(f"epoch {number}", opened.length).update)
             for number in range(1, epochs + 1)
         ]
+    images = measured[0].images
+    return BenchReport(
+        settings=Settings(
+            url=url,
+            kind=kind,
+            images=images,
+            image_bytes=round(measured[0].bytes / images),
+            cache=cache,
+            mode=None if kept is None else str(cached.mode),
+            num_workers=num_workers,
+            batch_size=batch_size,
+            size=size,
+        ),
+        listing_seconds=round(seconds, 3),
+        epochs=measured,
+    )
 
 
 def measure_epoch(
@@ -182,7 +157,10 @@ def measure_epoch(
             break
     after = _counters(loader).items()
     counters = {name: round(value - before.get(name, 0), 6) for name, value in sorted(after)}
-    total_bytes = images * (_image_bytes(counters) if image_bytes is None else image_bytes)
+    if image_bytes is None:
+        read = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
+        image_bytes = (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(read, 1)
+    total_bytes = images * image_bytes
     return MeasuredEpoch(
         images=images,
         bytes=round(total_bytes),
@@ -197,12 +175,6 @@ def measure_epoch(
 
 def _counters(loader: Any) -> dict[str, float]:
     return dict(loader.stats()["counters"]) if hasattr(loader, "stats") else {}
-
-
-def _image_bytes(counters: dict[str, float]) -> float:
-    """Return the mean size of the encoded images that were read."""
-    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
-    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
 
 
 def count_samples(batch: Any) -> int:

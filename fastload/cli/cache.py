@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from fastload.checks import format_size
 from fastload.cli.command_options import SizeLimit, StoreOptions
-from fastload.cli.report import JsonOption, Lines, Output, Report, answering, styled
+from fastload.cli.report import Lines, Output, Report, styled
 from fastload.errors import NotFoundError, printable
 
 app = typer.Typer(help="Inspect, verify, empty, publish or fetch a cache directory.", no_args_is_help=True)
@@ -100,17 +100,16 @@ class InfoReport(Report):
         yield f"free on its disk: {format_size(self.disk_free)}"
 
 
-def info(directory: Directory, as_json: JsonOption = False) -> None:
+def info(directory: Directory) -> InfoReport:
     """Show the entries, bytes, sources and free space of a cache. Exit code 1: no cache."""
     import fastload
 
-    with answering(as_json) as output:
-        cache = fastload.Cache(directory)
-        known = cache.info()
-        # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
-        del known["mode"], known["size_limit"]
-        sources = _sources(cache) if known["exists"] else []
-        output.finish(InfoReport(**known, dct_share=cache.dct_share(), sources=sources))
+    cache = fastload.Cache(directory)
+    known = cache.info()
+    # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
+    del known["mode"], known["size_limit"]
+    sources = _sources(cache) if known["exists"] else []
+    return InfoReport(**known, dct_share=cache.dct_share(), sources=sources)
 
 
 def _sources(cache: Any) -> list[ListedSource]:
@@ -174,17 +173,15 @@ class CheckReport(Report):
 
 def check(
     directory: Directory,
+    output: Output,
     fix: Annotated[
         bool, typer.Option("--fix", help="Remove damaged entries, and files of dead processes.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> CheckReport:
     """Verify the checksum of every record. Exit code 1: damaged entries remain."""
-    with answering(as_json) as output:
-        cache = _existing(directory)
-        with _progress(output, "verifying") as progress:
-            report = cache.check(fix, progress=progress)
-        output.finish(CheckReport(path=directory, **report.as_dict()))
+    cache = _existing(directory)
+    with _progress(output, "verifying") as progress:
+        return CheckReport(path=directory, **cache.check(fix, progress=progress).as_dict())
 
 
 # --- clear
@@ -216,18 +213,16 @@ class ClearReport(Report):
 def clear(
     directory: Directory,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without a question.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> ClearReport:
     """Delete all records. Files that fastload did not write stay."""
     import fastload
 
-    with answering(as_json) as output:
-        cache = fastload.Cache(directory)
-        held = cache.info()
-        question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
-        done = yes or not held["entries"] or typer.confirm(printable(question), err=True)
-        freed = cache.clear() if done else 0
-        output.finish(ClearReport(path=directory, bytes_freed=freed, done=done, exists=held["exists"]))
+    cache = fastload.Cache(directory)
+    held = cache.info()
+    question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
+    done = yes or not held["entries"] or typer.confirm(printable(question), err=True)
+    freed = cache.clear() if done else 0
+    return ClearReport(path=directory, bytes_freed=freed, done=done, exists=held["exists"])
 
 
 # --- push and pull
@@ -259,7 +254,7 @@ class PushReport(Report):
             yield (f"  {self.bad_entries:,} damaged records were left out: run fastload cache check --fix")
 
 
-def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: JsonOption = False) -> None:
+def push(directory: Directory, url: PacksUrl, stored: StoreOptions, output: Output) -> PushReport:
     """Publish the records of a cache below a URL, in objects of about 256 MB, for other nodes to pull.
 
     Training may go on meanwhile, and other nodes may push to the same URL: each record is published once, but
@@ -268,21 +263,14 @@ def push(directory: Directory, url: PacksUrl, stored: StoreOptions, as_json: Jso
     import fastload
     from fastload.cache.exchange import push as publish  # which needs POSIX
 
-    with answering(as_json) as output:
-        store = fastload.open_store(url, **stored.parse())
-        cache = _existing(directory)
-        with _progress(output, "pushing") as progress:
-            try:
-                done = publish(cache, store, lambda now, total: progress(now.records + now.present, total))
-            finally:
-                cache.close()
-        output.finish(PushReport(path=directory, url=store.url, **vars(done)))
+    store = fastload.open_store(url, **stored.parse())
+    with closing(_existing(directory)) as cache, _progress(output, "pushing") as progress:
+        done = publish(cache, store, lambda now, total: progress(now.records + now.present, total))
+    return PushReport(path=directory, url=store.url, **vars(done))
 
 
 @dataclass(kw_only=True)
 class PackFault:
-    """A damaged pack."""
-
     pack: Annotated[str, "a pack with something wrong"]
     fault: Annotated[str, "what is wrong with it"]
 
@@ -318,9 +306,9 @@ def pull(
     url: PacksUrl,
     directory: Directory,
     stored: StoreOptions,
+    output: Output,
     size_limit: SizeLimit = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> PullReport:
     """Put the published records that a cache lacks into it, before or during a run.
 
     After an interruption, run the same command again: what is in the cache is not read again. Exit code 1: a
@@ -329,14 +317,10 @@ def pull(
     import fastload
     from fastload.cache.exchange import pull as fetch
 
-    with answering(as_json) as output:
-        store = fastload.open_store(url, **stored.parse())
-        cache = fastload.Cache(directory, size_limit=size_limit)
-        with _progress(output, "pulling") as progress:
-            try:
-                done = asdict(fetch(cache, store, progress))
-            finally:
-                cache.close()
-        del done["settled"]
-        faults = [PackFault(pack=name, fault=fault) for name, fault in done.pop("damaged").items()]
-        output.finish(PullReport(path=directory, url=store.url, **done, faults=faults))
+    store = fastload.open_store(url, **stored.parse())
+    cache = fastload.Cache(directory, size_limit=size_limit)
+    with closing(cache), _progress(output, "pulling") as progress:
+        done = asdict(fetch(cache, store, progress))
+    del done["settled"]
+    faults = [PackFault(pack=name, fault=fault) for name, fault in done.pop("damaged").items()]
+    return PullReport(path=directory, url=store.url, **done, faults=faults)

@@ -173,6 +173,10 @@ class Cluster:
         finally:
             self._cancel()
 
+    def run_anywhere(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, Any]]:
+        """Yield (task, outcome) of tasks for any node, one at a time on each CPU."""
+        return self.run([tasks] * sum(node.cpus for node in self.nodes))
+
     def _start_next(self, lane: Iterator[Task]) -> None:
         if (task := next(lane, None)) is not None:
             self._start(_Flight(task, lane, time.monotonic()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from fastload.cache.codecs import CODECS, Auto
+from fastload.cli.report import JsonOption, Report, answering
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.machine import usable_cores
 
@@ -121,7 +122,6 @@ class CacheOptions:
     size_limit: SizeLimit = None
 
     def open(self, directory: str | Path) -> Any:
-        """Return the cache in a directory."""
         import fastload
 
         mode: Any = str(self.mode)  # not the member of an enumeration
@@ -134,36 +134,47 @@ class CacheOptions:
         )
 
 
-def flatten_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer, with an option for each field of the dataclasses that `command` takes."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name not in groups:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        of_group = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
-            default = inspect.Parameter.empty if field.default is MISSING else field.default
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=default,
-                    annotation=of_group[field.name],
-                )
-            )
+def report_class(command: Callable[..., Report]) -> type[Report]:
+    """Return the class of a command's report."""
+    kind: type[Report] = get_type_hints(command)["return"]
+    return kind
+
+
+def as_command(command: Callable[..., Report]) -> Callable[..., None]:
+    """Return a command for Typer that shows the report which `command` returns.
+
+    It has an option for each field of the dataclasses that `command` takes, and --json. A parameter `output`
+    is where the command shows how far it is.
+    """
+    hints = get_type_hints(command, include_extras=True) | {"as_json": JsonOption}
+    signature = inspect.signature(command).parameters
+    groups: dict[str, Any] = {name: hints[name] for name in signature if is_dataclass(hints[name])}
+    taken: dict[str, inspect.Parameter] = {}
+    for name, parameter in signature.items():
+        if name in groups:
+            hints |= get_type_hints(groups[name], include_extras=True)
+            taken |= inspect.signature(groups[name]).parameters
+        elif name != "output":
+            taken[name] = parameter
+    taken["as_json"] = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False)
+    parameters = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in taken.items()
+    ]
 
     @functools.wraps(command)
-    def flat(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
+    def run(as_json: bool, **values: Any) -> None:
+        with answering(as_json, report_class(command)) as output:
+            for name, group in groups.items():
+                options = inspect.signature(group).parameters
+                values[name] = group(**{option: values.pop(option) for option in options})
+            if "output" in signature:
+                values["output"] = output
+            output.finish(command(**values))
 
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return flat
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def check_usable(cache: Any) -> None:

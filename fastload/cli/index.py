@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from fastload.cli.data_source import (
     list_shards,
     open_dataset,
 )
-from fastload.cli.report import Bars, Fault, JsonOption, Lines, MeasuredReport, Output, Rate, answering
+from fastload.cli.report import Bars, Fault, Lines, MeasuredReport, Output
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.shards.formats import FORMATS
 
@@ -83,6 +84,7 @@ def index(
         typer.Argument(metavar="URL", help="A prefix, a glob, braces or one shard: tar or TFRecord files."),
     ],
     store: StoreOptions,
+    output: Output,
     to: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Where index files are written.", show_default="beside the shards"),
@@ -95,34 +97,26 @@ def index(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Index all shards, and overwrite index files.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> IndexReport:
     """Index shards that exist already, so that training shuffles them exactly from its first epoch on.
 
     Reads each shard once. The files are those of DALI's wds2idx and tfrecord2idx. After an interruption, run
     the same command again: shards that have an index are not read.
     """
-    with answering(as_json) as output:
-        if to is not None and cache is not None:
-            raise ArgumentError("--to writes index files, and --cache writes none: leave one out")
-        if refresh and cache is not None:
-            raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
-        options = store.parse()
-        known = find_kind(url, options, kind)
-        if known not in INDEXABLE:
-            raise ArgumentError(
-                f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names"
-            )
-        if cache is not None:
-            target: _Files | _Kept = _Kept(url, known, options, cache)
-        else:
-            target = _Files(url, known, options, to, refresh)
-        settings = Settings(url=url, kind=known, to=to, cache=cache, refresh=refresh)
-        try:
-            report = _run(target, settings, output)
-        finally:
-            target.close()
-        output.finish(report)
+    if to is not None and cache is not None:
+        raise ArgumentError("--to writes index files, and --cache writes none: leave one out")
+    if refresh and cache is not None:
+        raise ArgumentError("--refresh overwrites index files, and --cache writes none: leave one out")
+    options = store.parse()
+    known = find_kind(url, options, kind)
+    if known not in INDEXABLE:
+        raise ArgumentError(f"url {url!r}: no shards there; --from tar or --from tfrecord reads other names")
+    if cache is not None:
+        target: _Files | _Kept = _Kept(url, known, options, cache)
+    else:
+        target = _Files(url, known, options, to, refresh)
+    with closing(target):
+        return _run(target, Settings(url=url, kind=known, to=to, cache=cache, refresh=refresh), output)
 
 
 class _Files:
@@ -159,7 +153,6 @@ class _Files:
         return True
 
     def keep(self, shard: Any) -> None:
-        """Keep what was found in a shard."""
         self._store.write(self._name(shard.number), shard.file)
 
     def close(self) -> None:
@@ -193,7 +186,6 @@ class _Kept:
         return self._dataset._index.get(shard) is not None
 
     def keep(self, shard: Any) -> None:
-        """Keep what was found in a shard."""
         self._dataset._index.add_and_keep(shard.number, shard.records)
 
     def close(self) -> None:
@@ -207,12 +199,11 @@ def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexRep
     shards = [target.shards[number] for number in range(len(target.shards))]
     indexing = Indexing(target.shards.store, target.form, target.present, files=target.files)
     outcomes, faults, samples, interrupted = Counter[str](), [], 0, False
-    rate = Rate("shards")
     with Bars(output.console) as bars:
         bar = bars.add("indexing", len(shards))
 
         def show() -> None:
-            bar.show(outcomes.total(), rate.words(outcomes.total(), indexing.read))
+            bar.show_rates(outcomes.total(), "shards", outcomes.total(), indexing.read)
 
         try:
             for shard in indexing.run(shards, show):
@@ -227,7 +218,7 @@ def _run(target: _Files | _Kept, settings: Settings, output: Output) -> IndexRep
             interrupted = True
         finally:
             indexing.close()
-    seconds = rate.seconds()
+    seconds = bar.seconds()
     return IndexReport(
         settings=settings,
         shards=len(shards),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fastload.cli.report import JsonOption, Lines, Report, answering
+from fastload.cli.report import Lines, Report
 
 _SIDE = "A saved state, a rank's sample log, or a directory of logs; with commas: one for each rank."
 
@@ -45,19 +45,16 @@ class ProveReport(Report):
 def prove(
     a: Annotated[str, typer.Argument(metavar="A", help=_SIDE)],
     b: Annotated[str, typer.Argument(metavar="B", help="The same, of the other run.")],
-    as_json: JsonOption = False,
-) -> None:
+) -> ProveReport:
     """Compare what two runs were trained on, sample by sample.
 
     States are those of the loader's state_dict(), saved by torch.save or as JSON, also inside a bigger
     checkpoint. Logs are those of DataLoader(sample_log=DIR). The runs may have other numbers of ranks and
     workers, and other caches. Exit code 1: the data differs.
     """
-    with answering(as_json) as output:
-        from fastload.trace.prove import prove as compare  # torch takes 2 s to import
+    from fastload.trace.prove import prove as compare  # torch takes 2 s to import
 
-        proof = compare(_paths(a), _paths(b))
-        output.finish(ProveReport(settings=Settings(a=a, b=b), **proof._asdict()))
+    return ProveReport(settings=Settings(a=a, b=b), **compare(_paths(a), _paths(b))._asdict())
 
 
 def _paths(side: str) -> str | list[str]:

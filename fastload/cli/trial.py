@@ -12,14 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from fastload.cli.report import JsonOption, Lines, MeasuredReport, answering, dimmed, styled
+from fastload.cli.report import Lines, MeasuredReport, Output, dimmed, figures, styled
 from fastload.cli.script import FAILED, MEASURE, OFF
 from fastload.errors import ArgumentError
 
@@ -42,8 +42,6 @@ class Settings:
 
 @dataclass(kw_only=True)
 class ScriptRun:
-    """One run of the script."""
-
     log: Annotated[Path, "the file with the script's output"]
     ended: Annotated[
         str, '`"itself"`, `"interrupted"` after the time, or `"killed"` where that did not end it'
@@ -125,12 +123,9 @@ class TryReport(MeasuredReport):
 
 def _describe(loader: TriedLoader) -> Lines:
     sides = (loader.torch, loader.fastload)
-    table = Table(header_style="bold")
     length = "" if loader.length is None else f"{loader.length:,} samples, "
     size = "" if loader.batch_size is None else f"batches of {loader.batch_size:,}, "
-    table.add_column(f"{loader.dataset}: {length}{size}{loader.num_workers} workers")
-    table.add_column("torch", justify="right")
-    table.add_column("fastload", justify="right")
+    table = figures(f"{loader.dataset}: {length}{size}{loader.num_workers} workers", "torch", "fastload")
     rows: dict[str, Callable[[Delivered], str]] = {
         "samples/s": lambda side: f"{side.samples_per_second:,.0f}",
         "first batch": lambda side: (
@@ -159,52 +154,53 @@ def _describe(loader: TriedLoader) -> Lines:
 
 def try_script(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="Your own training script.")],
+    output: Output,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments: all that stands behind it.")
     ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="N", min=1, help="Time of each run, from its first loader on.")
     ] = 60,
-    as_json: JsonOption = False,
-) -> None:
+) -> TryReport:
     """Run your own script with torch's loader and with fastload's, and compare them.
 
     Each run is a process of its own, which is interrupted after the time, as by Ctrl-C. Options of this
     command stand before SCRIPT.py. The script does what it always does, twice: it also writes its files and
     checkpoints. Exit code 1: the script fails, or gets other samples from fastload's loader.
     """
-    with answering(as_json) as output:
-        if not script.is_file():
-            raise ArgumentError(f"there is no script {str(script)!r}: give the path of a Python file")
-        command = [str(script), *(arguments or [])]
-        folder = Path(tempfile.mkdtemp(prefix="fastload-try-"))
+    if not script.is_file():
+        raise ArgumentError(f"there is no script {str(script)!r}: give the path of a Python file")
+    command = [str(script), *(arguments or [])]
+    folder = Path(tempfile.mkdtemp(prefix="fastload-try-"))
 
-        def run(name: str, limit: float) -> tuple[ScriptRun, list[dict[str, Any]]]:
-            log = folder / f"{name}.log"
-            output.console.print(f"{script.name}, {name}, {limit:g} s; its output: {log}", soft_wrap=True)
-            return _run(command, log, off=name != "fastload", seconds=limit)
+    def run(name: str, limit: float) -> tuple[ScriptRun, list[dict[str, Any]]]:
+        log = folder / f"{name}.log"
+        output.console.print(f"{script.name}, {name}, {limit:g} s; its output: {log}", soft_wrap=True)
+        return _run(command, log, off=name != "fastload", seconds=limit)
 
-        ours, read = run("fastload", seconds)
-        theirs, expected = run("torch", seconds)
-        if not (read or expected or ours.failure or theirs.failure):
-            raise ArgumentError(
-                f"{script.name} read from no torch.utils.data.DataLoader: give the script that trains, and "
-                f"the arguments with which it trains; its output: {theirs.log}"
-            )
-        pairs = [(_at(expected, at), _at(read, at)) for at in range(max(len(read), len(expected)))]
-        again: list[dict[str, Any]] = []
-        if any(False in _equal(*pair) for pair in pairs):
-            _, again = run("torch again", min(seconds, _SECONDS_AGAIN))
-        loaders = [_tried(*pair, _at(again, at)) for at, pair in enumerate(pairs)]
-        output.finish(
-            TryReport(
-                settings=Settings(script=script, arguments=command[1:], seconds=seconds),
-                torch=theirs,
-                fastload=ours,
-                loaders=loaders,
-                changes=_changes(script, {loader.dataset for loader in loaders}),
-            )
+    ours, read = run("fastload", seconds)
+    theirs, expected = run("torch", seconds)
+    if not (read or expected or ours.failure or theirs.failure):
+        raise ArgumentError(
+            f"{script.name} read from no torch.utils.data.DataLoader: give the script that trains, and the "
+            f"arguments with which it trains; its output: {theirs.log}"
         )
+    again: list[dict[str, Any]] = []
+    nothing: dict[str, Any] = {}
+    if any(False in _equal(*pair) for pair in zip_longest(expected, read, fillvalue=nothing)):
+        _, again = run("torch again", min(seconds, _SECONDS_AGAIN))
+    loaders = [
+        _tried(*sides)
+        for sides in zip_longest(expected, read, again, fillvalue=nothing)
+        if sides[0] or sides[1]
+    ]
+    return TryReport(
+        settings=Settings(script=script, arguments=command[1:], seconds=seconds),
+        torch=theirs,
+        fastload=ours,
+        loaders=loaders,
+        changes=_changes(script, {loader.dataset for loader in loaders}),
+    )
 
 
 def _run(
@@ -252,17 +248,14 @@ def _wait(script: subprocess.Popen[bytes], directory: Path, seconds: float) -> b
     return True
 
 
-def _at(loaders: list[dict[str, Any]], place: int) -> dict[str, Any]:
-    return loaders[place] if place < len(loaders) else {}
-
-
 def _equal(torch: dict[str, Any], fastload: dict[str, Any]) -> tuple[bool | None, bool | None]:
     """Whether (the order, the integers) of the batches that both have are equal; None: there are none."""
-    same: list[bool | None] = []
-    for name in ("order", "integers"):
+
+    def equal(name: str) -> bool | None:
         pairs = list(zip(torch.get(name, []), fastload.get(name, []), strict=False))
-        same.append(all(a == b for a, b in pairs) if pairs else None)
-    return same[0], same[1]
+        return all(a == b for a, b in pairs) if pairs else None
+
+    return equal("order"), equal("integers")
 
 
 def _tried(torch: dict[str, Any], fastload: dict[str, Any], again: dict[str, Any]) -> TriedLoader:
@@ -286,10 +279,10 @@ def _tried(torch: dict[str, Any], fastload: dict[str, Any], again: dict[str, Any
     elif order is None and integers is None:
         comparison = "order and labels are not compared: no batch of both runs has indices or integers"
     else:
-        same = [name for name, value in (("order", order), ("integers", integers)) if value]
+        same = {"order": "the order"} if order else {}
+        same |= {"integers": "the labels"} if integers else {}
         count = min(len(side[name]) for side in (torch, fastload) for name in same)
-        words = " and ".join({"order": "the order", "integers": "the labels"}[name] for name in same)
-        comparison = f"{words} of the first {count} batches: the same with both"
+        comparison = f"{' and '.join(same.values())} of the first {count} batches: the same with both"
     rates = [
         side["samples_per_second"] if side and side["batches"] >= _FEWEST_BATCHES else 0.0
         for side in (torch, fastload)
@@ -310,41 +303,35 @@ def _tried(torch: dict[str, Any], fastload: dict[str, Any], again: dict[str, Any
 
 
 def _delivered(side: dict[str, Any]) -> Delivered | None:
-    names = Delivered.__dataclass_fields__
-    return Delivered(**{name: side[name] for name in names}) if side else None
+    return Delivered(**{field.name: side[field.name] for field in fields(Delivered)}) if side else None
 
 
 def _changes(script: Path, datasets: set[str]) -> list[str]:
     """Return the lines to write: the import of the loader, and the dataset that reads a store."""
+    imports, uses, folders = set[int](), set[int](), set[int]()
     try:
-        nodes = list(ast.walk(ast.parse(script.read_bytes())))
+        tree = ast.parse(script.read_bytes())
     except (SyntaxError, ValueError):  # the script's own run says so
         return []
-    imports = [
-        node.lineno
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and "DataLoader" in (alias.name for alias in node.names)
-    ]
-    uses = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr == "DataLoader"]
-    folders = [
-        node.lineno
-        for node in nodes
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "ImageFolder"
-    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and "DataLoader" in (alias.name for alias in node.names):
+            imports.add(node.lineno)
+        elif isinstance(node, ast.Attribute) and node.attr == "DataLoader":
+            uses.add(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "ImageFolder":
+            folders.add(node.lineno)
     if imports:
         loader = f"{_places(imports)}: from fastload import DataLoader"
     elif uses:
         loader = f"{_places(uses)}: fastload.DataLoader, with `import fastload` above"
     else:
         loader = f"no line, as a framework makes the loaders: start it by python -m fastload {script.name}"
+    dataset = "your dataset stays as it is; fastload's datasets read a bucket, and cache what they read"
     if folders and "ImageFolder" in datasets:
-        dataset = (
-            f'{_places(folders)}: fastload.ImageFolder("s3://bucket/train", transform, cache="/ssd/cache")'
-        )
-    else:
-        dataset = "your dataset stays as it is; fastload's datasets read a bucket, and cache what they read"
+        folder = 'fastload.ImageFolder("s3://bucket/train", transform, cache="/ssd/cache")'
+        dataset = f"{_places(folders)}: {folder}"
     return [loader, dataset]
 
 
-def _places(lines: list[int]) -> str:
-    return f"line {', '.join(map(str, sorted(set(lines))))}"
+def _places(lines: set[int]) -> str:
+    return f"line {', '.join(map(str, sorted(lines)))}"

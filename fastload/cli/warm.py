@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from fastload.cli.cluster import RayOption
 from fastload.cli.command_options import CORES, CacheOptions, ListingMaxAge, PricesFile, StoreOptions
 from fastload.cli.data_source import DataUrl, SourceOptions
 from fastload.cli.plan.prices import Prices, find_prices
-from fastload.cli.report import JsonOption, Output, answering
+from fastload.cli.report import Output
 from fastload.cli.warm_report import Quote, Target, WarmReport, report_of
 from fastload.errors import ArgumentError
 
@@ -23,6 +24,7 @@ def warm(
     source: SourceOptions,
     cached: CacheOptions,
     store: StoreOptions,
+    output: Output,
     cache: Annotated[str, typer.Option(metavar="DIR", help="The cache directory of your training script.")],
     num_workers: Annotated[
         int | None,
@@ -44,46 +46,28 @@ def warm(
     listing_max_age: ListingMaxAge = "0",
     prices: PricesFile = None,
     ray: RayOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Fill a cache before training. After an interruption, run the same command again to resume."""
-    from fastload.cache.cache import absolute
-
-    with answering(as_json) as output:
-        wanted, options = _parse_share(share), store.parse()
-        priced = find_prices(url, options, prices)
-        target = Target(url, absolute(cache), cached, source, options)
-        quote = functools.partial(_quote, prices=priced, output=output)
-        if ray is None:
-            output.finish(_warm_here(target, wanted, num_workers, listing_max_age, quote, priced, output))
-        else:
-            from fastload.cli.warming import NodesWarming
-
-            nodes = NodesWarming(target, wanted, num_workers, listing_max_age)
-            output.finish(nodes.run(ray, output, quote, priced))
-
-
-def _warm_here(
-    target: Target,
-    wanted: tuple[int, int] | None,
-    num_workers: int | None,
-    listing_max_age: str,
-    quote: Any,
-    prices: Prices | None,
-    output: Output,
 ) -> WarmReport:
-    from fastload.cli.warming import fill, find_left, find_share
+    """Fill a cache before training. After an interruption, run the same command again to resume."""
+    wanted, options = _parse_share(share), store.parse()
+    priced = find_prices(url, options, prices)
+    from fastload.cache.cache import absolute
+    from fastload.cli.warming import NodesWarming, fill, find_left, find_share
 
+    target = Target(url, absolute(cache), cached, source, options)
+    quote: Callable[[Any], Quote] = functools.partial(_quote, prices=priced, output=output)
+    if ray is not None:
+        nodes = NodesWarming(target, wanted, num_workers, listing_max_age)
+        return nodes.run(ray, output, quote, priced)
     start = time.perf_counter()
     dataset, kind = target.open(listing_max_age)
     listing_seconds = time.perf_counter() - start
-    warming, share = find_share(dataset, wanted)
+    warming, numbers = find_share(dataset, wanted)
     quoted = quote(find_left(warming))
     workers = CORES if num_workers is None else num_workers
-    output.console.print(_announcement(warming, share, given=wanted is not None))
+    output.console.print(_announcement(warming, numbers, given=wanted is not None))
     filled = fill(warming, workers, output)
-    settings = target.settings(dataset.url, kind, workers, share)
-    return report_of(filled, settings, quoted, prices, listing_seconds=round(listing_seconds, 3))
+    settings = target.settings(dataset.url, kind, workers, numbers)
+    return report_of(filled, settings, quoted, priced, listing_seconds=round(listing_seconds, 3))
 
 
 def _quote(left: Any, prices: Prices | None, output: Output) -> Quote:

@@ -22,7 +22,7 @@ import fastload
 from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.plan.prices import Prices
-from fastload.cli.report import Bar, Bars, Output, Rate
+from fastload.cli.report import Bar, Bars, Output
 from fastload.cli.warm_report import (
     Failure,
     Filled,
@@ -83,21 +83,15 @@ def find_left(warming: Warming) -> ToRead:
 
 
 def find_share(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """Return what this node warms, and (share, shares)."""
-    if isinstance(dataset, ShardDataset):
-        return share_of_shards(dataset, share)
-    samples, numbers = share_of(dataset, share)
-    return Warming(dataset, samples), numbers
+    """Return what this node warms, and (share, shares).
 
-
-def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
-    """Return what this node warms of a dataset of shards, and (share, shares).
-
-    All shards are streamed. A share is the one of `share_of`, read by a request per sample, for which the
-    shards must be indexed and not be compressed.
+    All shards are streamed. A share of them is read by a request per sample, for which they must be indexed
+    and not be compressed.
     """
-    alone = (share or find_rank())[1] == 1
-    if alone:
+    if not isinstance(dataset, ShardDataset):
+        samples, numbers = share_of(dataset, share)
+        return Warming(dataset, samples), numbers
+    if (share or find_rank())[1] == 1:
         return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
     try:
         samples, numbers = share_of(dataset, share)
@@ -106,7 +100,8 @@ def share_of_shards(dataset: Any, share: tuple[int, int] | None) -> tuple[Warmin
             "a share of shards is a share of their samples, and they are not indexed: run fastload index "
             "first, or give --share 0/1 to warm all of them"
         ) from None
-    if any(dataset._index.get(number).compressed for number in range(len(dataset.shards()))):
+    indexes = map(dataset._index.get, range(len(dataset.shards())))
+    if any(records.compressed for records in indexes if records is not None):
         raise ArgumentError(
             "compressed shards are read whole, so a share of them costs as much as all: give --share 0/1"
         )
@@ -147,7 +142,6 @@ class Tally:
         self.failures: list[Any] = []
         self.read_bytes = self.passed = 0  # of the samples, inflated; at the end, those that the store sent
         self.requests = 0  # known at the end
-        self.rate = Rate("objects")
 
     @property
     def done(self) -> int:
@@ -163,7 +157,8 @@ class Tally:
             self.failures.append(warmed)
 
     def show(self, bar: Bar) -> None:
-        bar.show(self.passed if self._by_shard else self.done, self.rate.words(self.done, self.read_bytes))
+        done = self.passed if self._by_shard else self.done
+        bar.show_rates(done, "objects", self.done, self.read_bytes)
 
 
 def _fill_slice(
@@ -185,12 +180,13 @@ def fill(warming: Any, num_workers: int, output: Output) -> Filled:
     """Run the workers until all samples are done, the cache is full, or the user interrupts."""
     dataset = warming.dataset
     tally, interrupted = Tally(warming.by_shard), False
+    start = time.perf_counter()
     with Bars(output.console) as bars:
         try:
             _follow(warming, num_workers, tally, bars)
         except KeyboardInterrupt:
             interrupted = True
-    seconds = tally.rate.seconds()
+    seconds = time.perf_counter() - start
     if not warming.by_shard and (tally.outcomes["full"] or tally.outcomes["too large"]):
         _recount(dataset, warming.samples, tally)
     counts = tally.outcomes
@@ -240,11 +236,10 @@ def _number_of_samples(warming: Any) -> int | None:
 
 def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
     if warming.by_shard:
-        total = sum(warming.dataset.shards()[number].size for number in warming.samples.tolist())
-        bar = bars.add("warming", total, format_size)
+        shards = warming.dataset.shards()
+        bar = bars.add("warming", sum(shards[number].size for number in warming.samples), format_size)
     else:
-        total = len(warming.samples)
-        bar = bars.add("warming", total)
+        bar = bars.add("warming", len(warming.samples))
     loader: Any = fastload.DataLoader(
         warming, OUTCOMES_A_MESSAGE, num_workers=num_workers, collate_fn=list, in_order=False
     )
@@ -296,9 +291,6 @@ class NodesWarming:
         shard: (0, 1): each node warms all; None: its share.
         num_workers: of each node; None: as many as Ray gives it CPUs.
         listing_max_age: of the listing that a node keeps, as of the command.
-
-    Raises:
-        ArgumentError, StoreError, CacheError, WorkerError: as the command.
     """
 
     def __init__(
@@ -316,8 +308,9 @@ class NodesWarming:
         refuse_limits(target.storage_options)
         self._target = target.anywhere()
         self._whole, self._num_workers, self._max_age = shard is not None, num_workers, listing_max_age
-        self._filled: dict[Node, list[Filled]] = {}
-        self._lost: dict[Node, str] = {}
+        self._counts: dict[Node, NodeCounts] = {}
+        self._full: set[Node] = set()
+        self._failures: list[Failure] = []
 
     def run(
         self,
@@ -333,10 +326,17 @@ class NodesWarming:
         """
         start = time.perf_counter()
         with Cluster(address) as cluster:
-            self._filled = {node: [] for node in cluster.nodes}
+            for number, node in enumerate(cluster.nodes):
+                share = (0, 1) if self._whole else (number, len(cluster.nodes))
+                self._counts[node] = NodeCounts(address=node.address, share=share, lost=None, left=None)
             surveys = self._ask(cluster)
             listing_seconds = time.perf_counter() - start
-            self._announce(surveys, output)
+            for node, survey in surveys.items():
+                output.console.print(
+                    f"node {node.address}: {survey.samples:,} {'shards' if survey.by_shard else 'objects'}, "
+                    "share {}/{}".format(*self._counts[node].share),
+                    soft_wrap=True,
+                )
             lefts = [survey.left for survey in surveys.values()]
             quoted = quote(ToRead(*map(sum, zip(*lefts, strict=True))))
             sums = Filled()
@@ -346,12 +346,12 @@ class NodesWarming:
             except KeyboardInterrupt:
                 sums.interrupted = True
             sums.seconds = round(time.perf_counter() - start, 3)
-            slices = [filled for done in self._filled.values() for filled in done]
-            sums.full = any(filled.full for filled in slices)
-            sums.failures = [failure for filled in slices for failure in filled.failures][:FAILURES_SHOWN]
-            nodes = [self._count(node, surveys.get(node)) for node in self._filled]
-            for node in nodes:
-                sums.add(node)
+            sums.full, sums.failures = bool(self._full), self._failures[:FAILURES_SHOWN]
+            for node, counts in self._counts.items():
+                if node in surveys and not surveys[node].by_shard:
+                    counts.objects = surveys[node].samples
+                    counts.left = counts.objects - counts.stored - counts.skipped - counts.failed
+                sums.add(counts)
             first = next(iter(surveys.values()))
             return report_of(
                 sums,
@@ -360,47 +360,49 @@ class NodesWarming:
                 prices,
                 listing_seconds=round(listing_seconds, 3),
                 redone=cluster.redone,
-                nodes=nodes,
+                nodes=list(self._counts.values()),
             )
 
-    def _share_of(self, node: Node) -> tuple[int, int]:
-        nodes = list(self._filled)
-        return (0, 1) if self._whole else (nodes.index(node), len(nodes))
+    def _outcomes(self, cluster: Cluster, lanes: list[Iterator[Task]]) -> Iterator[tuple[Node, Task, Any]]:
+        """Yield (node, task, outcome) as tasks end, and note which nodes are lost."""
+        for task, outcome in cluster.run(lanes):
+            assert task.node is not None
+            if isinstance(outcome, Lost):
+                self._counts[task.node].lost = outcome.reason
+            else:
+                yield task.node, task, outcome
 
     def _ask(self, cluster: Cluster) -> dict[Node, Survey]:
         lanes = []
-        for node in self._filled:
-            arguments = (self._target, self._share_of(node), self._max_age)
+        for node, counts in self._counts.items():
+            arguments = (self._target, counts.share, self._max_age)
             lanes.append(iter([Task(_survey, arguments, f"node {node.address}", node=node)]))
         surveys: dict[Node, Survey] = {}
-        for task, survey in cluster.run(lanes):
-            assert task.node is not None
-            if isinstance(survey, Lost):
-                self._lost[task.node] = survey.reason
-                continue
-            surveys[task.node] = survey
-            first = next(iter(surveys.values()))
-            if survey.digests != first.digests:
+        for node, _, survey in self._outcomes(cluster, lanes):
+            surveys[node] = survey
+            first = next(iter(surveys))
+            if survey.digests != surveys[first].digests:
                 raise StoreError(
-                    f"node {task.node.address} lists other objects in {survey.url!r} than "
-                    f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
-                    "run the command without --listing-max-age"
+                    f"node {node.address} lists other objects in {survey.url!r} than {first.address}: they "
+                    "changed meanwhile, or an old listing is kept; run the command without --listing-max-age"
                 )
         if not surveys:
-            (node, reason), *_ = self._lost.items()
-            raise WorkerError(f"all nodes are gone, as node {node.address} ({reason}): run the command again")
+            lost = next(iter(self._counts.values()))
+            raise WorkerError(
+                f"all nodes are gone, as node {lost.address} ({lost.lost}): run the command again"
+            )
         return surveys
 
     def _slices(self, node: Node, survey: Survey) -> Iterator[Task]:
         """Yield slices of a node's share, until its cache is full."""
-        share = self._share_of(node)
+        share = self._counts[node].share
         size = SLICE_OF_SHARDS if survey.by_shard else SLICE
         workers = node.cpus if self._num_workers is None else self._num_workers
         cpus = max(1, min(workers, node.cpus))
         for start in range(0, survey.samples, size):
-            part = slice(start, min(start + size, survey.samples))
-            if any(done.full for done in self._filled[node]) or node in self._lost:
+            if node in self._full or self._counts[node].lost:
                 return
+            part = slice(start, min(start + size, survey.samples))
             name = f"share {share[0]}/{share[1]} from {part.start:,} on node {node.address}"
             arguments = (self._target, survey.digests, share, part, workers)
             yield Task(_fill_slice, arguments, name, cpus, node)
@@ -408,39 +410,17 @@ class NodesWarming:
     def _warm(self, cluster: Cluster, surveys: dict[Node, Survey], output: Output) -> None:
         by_shard = any(survey.by_shard for survey in surveys.values())
         total = sum(survey.samples for survey in surveys.values())
-        start, done, read = time.perf_counter(), 0, 0
+        done = read = 0
         lanes = [self._slices(node, survey) for node, survey in surveys.items()]
         with Bars(output.console) as bars:
             bar = bars.add("warming shards" if by_shard else "warming", total)
-            for task, outcome in cluster.run(lanes):
-                assert task.node is not None
-                if isinstance(outcome, Lost):
-                    self._lost[task.node] = outcome.reason
-                    continue
-                self._filled[task.node].append(outcome)
+            for node, task, filled in self._outcomes(cluster, lanes):
+                counts = self._counts[node]
+                counts.add(filled)
+                counts.cache = filled.cache
+                self._failures += filled.failures
+                if filled.full:
+                    self._full.add(node)
                 part = task.arguments[3]
-                done, read = done + part.stop - part.start, read + outcome.read_bytes
-                rate = read / (time.perf_counter() - start) / 1e6
-                bar.show(done, f"{rate:6,.1f} MB/s, {len(surveys)} nodes")
-
-    def _announce(self, surveys: dict[Node, Survey], output: Output) -> None:
-        for node, survey in surveys.items():
-            what = "shards" if survey.by_shard else "objects"
-            share = self._share_of(node)
-            output.console.print(
-                f"node {node.address}: {survey.samples:,} {what}, share {share[0]}/{share[1]}", soft_wrap=True
-            )
-
-    def _count(self, node: Node, survey: Survey | None) -> NodeCounts:
-        """Return the sums of a node's slices."""
-        done = self._filled[node]
-        counts = NodeCounts(address=node.address, share=self._share_of(node), lost=self._lost.get(node))
-        for filled in done:
-            counts.add(filled)
-        counts.left = None
-        if survey is not None and not survey.by_shard:
-            counts.objects = survey.samples
-            counts.left = survey.samples - counts.stored - counts.skipped - counts.failed
-        if done:
-            counts.cache = done[-1].cache
-        return counts
+                done, read = done + part.stop - part.start, read + filled.read_bytes
+                bar.show(done, f"{read / bar.seconds() / 1e6:6,.1f} MB/s, {len(surveys)} nodes")

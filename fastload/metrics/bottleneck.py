@@ -19,8 +19,16 @@ _STAGES = {
     "decode": "decoding and transforming samples",
     "collate": "collating batches",
 }
+_IN_TRAINER = {
+    "sampler": "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits "
+    "for batches; draw them all at once (a permutation), not one by one",
+    "copy": "the copy to the device is the bottleneck: send uint8 and normalise there (batch_transform), or "
+    "send smaller images",
+    "decoder": "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
+    "decoder='cpu' with more workers",
+}
 # What `find_bottleneck` may answer, beside "".
-BOTTLENECKS = ("consumer", *_STAGES, "sampler", "copy", "decoder")
+BOTTLENECKS = ("consumer", *_STAGES, *_IN_TRAINER)
 
 
 def find_bottleneck(counters: Mapping[str, float]) -> str:
@@ -88,21 +96,8 @@ def _too_short(counters: Mapping[str, float]) -> str:
 def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     if stage == "consumer":
         return _consumer(counters)
-    if stage == "sampler":
-        return (
-            "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits for "
-            "batches; draw them all at once (a permutation), not one by one"
-        )
-    if stage == "copy":
-        return (
-            "the copy to the device is the bottleneck: send uint8 and normalise there (batch_transform), or "
-            "send smaller images"
-        )
-    if stage == "decoder":
-        return (
-            "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
-            "decoder='cpu' with more workers"
-        )
+    if stage in _IN_TRAINER:
+        return _IN_TRAINER[stage]
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
     if stage == "get":

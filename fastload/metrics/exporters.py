@@ -16,7 +16,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -171,7 +170,7 @@ METRICS = (
 # --- the clients
 
 _registries: WeakKeyDictionary[CollectorRegistry, ExportedLoaders] = WeakKeyDictionary()
-_meters: WeakKeyDictionary[Meter | MeterProvider, ExportedLoaders] = WeakKeyDictionary()
+_meters: WeakKeyDictionary[Any, ExportedLoaders] = WeakKeyDictionary()  # also by the module, the global one
 
 
 class Export:
@@ -370,33 +369,17 @@ def _of_meter(source: Meter | MeterProvider | None) -> ExportedLoaders:
     """
     from opentelemetry import metrics
 
-    if source is None or source is metrics.get_meter_provider():
-        return _of_global_provider()
-    if source not in _meters:
-        meter = source if isinstance(source, metrics.Meter) else _meter(source.get_meter)
-        _meters[source] = _instrumented(meter)
-    return _meters[source]
-
-
-@cache
-def _of_global_provider() -> ExportedLoaders:
-    from opentelemetry import metrics
-
-    return _instrumented(_meter(metrics.get_meter))
-
-
-def _meter(get: Callable[[str, str], Meter]) -> Meter:
-    return get("fastload", fastload.__version__)
-
-
-def _instrumented(meter: Meter) -> ExportedLoaders:
-    """Return the loaders that the instruments of a meter read, which cannot be removed from it."""
+    known: Any = metrics if source in (None, metrics.get_meter_provider()) else source
+    if known in _meters:
+        return _meters[known]
+    meter = known if isinstance(known, metrics.Meter) else known.get_meter("fastload", fastload.__version__)
     loaders = ExportedLoaders()
-    for metric in METRICS:
+    for metric in METRICS:  # the instruments cannot be removed from the meter
         create = (
             meter.create_observable_counter if metric.kind == "counter" else meter.create_observable_gauge
         )
         create(metric.opentelemetry, [_callback(loaders, metric)], metric.unit, metric.help)
+    _meters[known] = loaders
     return loaders
 
 

@@ -141,11 +141,7 @@ class Cores:
     def _machine_seconds(self) -> float:
         usable = {f"cpu{cpu}" for cpu in self._cpus}
         ticks = 0
-        try:
-            lines = (self._root / "proc/stat").read_text().splitlines()
-        except OSError:  # some sandboxes have none: then no core counts as busy
-            return 0.0
-        for line in lines:
+        for line in _lines(self._root / "proc/stat"):  # without it no core counts as busy
             name, *fields = line.split()
             if name in usable:
                 user, nice, system, _, _, irq, soft = map(int, fields[:7])
@@ -158,11 +154,7 @@ def control_groups(kind: str, root: Path) -> Iterator[Path]:
 
     A container sees its own group as the root of the file system, whatever its path on the host is.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(root / "proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds and kind not in kinds.split(","):
             continue
@@ -220,7 +212,7 @@ def payload_limit() -> int:
 def private_bytes() -> int:
     """Count the memory that this process shares with no other, without memory files. It takes 10 ms."""
     total, counts = 0, False
-    for line in _lines("smaps"):
+    for line in _lines(Path("/proc/self/smaps")):
         if not line[:1].isupper():  # the header of a mapping
             counts = "/memfd:" not in line
         elif counts and line.startswith(("Private_Clean:", "Private_Dirty:")):
@@ -231,13 +223,8 @@ def private_bytes() -> int:
 def usable_bytes(root: str = "/") -> int:
     """Return the memory of this machine, or less where a control group (container, job) has a limit."""
     top = Path(root)
-    try:
-        total = next(
-            int(line.split()[1]) << 10
-            for line in (top / "proc/meminfo").read_text().splitlines()
-            if line.startswith("MemTotal:")
-        )
-    except (OSError, StopIteration):
+    total = _field(top / "proc/meminfo", "MemTotal")
+    if total is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in control_groups("memory", top):
         for name in ("memory.max", "memory.limit_in_bytes"):  # version 2: "max" is no limit; version 1
@@ -251,11 +238,7 @@ def memory_for_pages(root: str = "/") -> int:
 
     Where a control group (version 2) has a limit, no more than what that leaves.
     """
-    memory = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (Path(root) / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                memory = int(line.split()[1]) << 10
+    memory = _field(Path(root) / "proc/meminfo", "MemAvailable") or 0
     group = Path(root) / "sys/fs/cgroup"
     with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
         limit = int((group / "memory.max").read_text())
@@ -267,8 +250,7 @@ def memory_for_pages(root: str = "/") -> int:
 
 def anonymous_bytes() -> int:
     """Return the heap and the stacks of this process. After a fork that includes what it still shares."""
-    line = next((line for line in _lines("status") if line.startswith("RssAnon:")), "RssAnon: 0 kB")
-    return int(line.split()[1]) << 10
+    return _field(Path("/proc/self/status"), "RssAnon") or 0
 
 
 def use_one_arena() -> None:
@@ -286,12 +268,18 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _lines(file: str) -> list[str]:
-    """Return the lines of a file of /proc/self; none where this kernel or sandbox does not have it."""
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file of /proc; none where this kernel or sandbox does not have it."""
     try:
-        return Path("/proc/self", file).read_text(errors="replace").splitlines()
+        return file.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _field(file: Path, name: str) -> int | None:
+    """Return the bytes that a line "NAME: 12 kB" of a file of /proc tells; None where there is none."""
+    sizes = (line.split()[1] for line in _lines(file) if line.startswith(f"{name}:"))
+    return next((int(size) << 10 for size in sizes), None)
 
 
 call_in_forks(_limits.clear)  # a forked worker has a limit of its own

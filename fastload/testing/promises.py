@@ -27,7 +27,6 @@ from fastload.loader.dataloader import DataLoader
 from fastload.workers.sample_threads import GeneratorStates
 
 SEED, OTHER_SEED = 1, 2
-_BATCHES = 6  # of an epoch at most: the state at the end of each one is resumed
 
 # (where in the sample, what is there) of each part, in the order of the sample.
 Contents = tuple[tuple[str, Hashable], ...]
@@ -197,11 +196,6 @@ def _by_pickle(value: Any) -> Hashable:
 # --- promises
 
 
-def batch_size(samples: int) -> int:
-    """Return a batch size for an epoch of a few batches."""
-    return max(1, -(-samples // _BATCHES))
-
-
 def broken(promise: str, found: str, remedy: str) -> NoReturn:
     """Fail the test.
 
@@ -232,13 +226,6 @@ def seeded(seed: int) -> Iterator[None]:
 def as_it_is(samples: Any) -> Any:
     """Change nothing, as a `collate_fn`; a worker that is spawned finds it by its name."""
     return samples
-
-
-def close(thing: Any) -> None:
-    """Call its `close`, if it has one."""
-    closing = getattr(thing, "close", None)
-    if callable(closing):
-        closing()
 
 
 def check_same(

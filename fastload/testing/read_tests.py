@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,6 @@ from fastload.testing.promises import (
     Contents,
     broken,
     check_same_lists,
-    close,
     contents,
     in_processes,
     loader_of,
@@ -53,12 +52,12 @@ def held() -> Held:
     return resources | on_linux
 
 
-def left_behind(before: Held, seconds: float, still: Callable[[], Held] = held) -> Held:
+def left_behind(before: Held, seconds: float) -> Held:
     """Return what is there now and was not before; what goes within `seconds` does not count."""
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        now = still()
+        now = held()
         left = {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
         if not left or time.monotonic() > deadline:
             return left
@@ -230,6 +229,6 @@ class ReadTests:
             loader = self._loader(dataset, **self._processes(workers)[0])
             next(iter(loader), None)
             self._read(loader)
-            close(dataset)
+            getattr(dataset, "close", lambda: None)()
             del dataset, loader
         gc.collect()

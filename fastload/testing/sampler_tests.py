@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from fastload.testing.promises import SEED, broken, loader_of, not_promised, seeded
@@ -183,7 +183,8 @@ class SamplerTests:
 
     def _draw(self, sampler: Any) -> list[Any]:
         """Return the indices of an epoch, of batches too."""
-        return list(_flat(list(sampler)))
+        drawn = [one if isinstance(one, list | tuple) else [one] for one in sampler]
+        return list(itertools.chain.from_iterable(drawn))
 
     def _epoch(self, sampler: Any) -> list[Any]:
         with seeded(SEED):
@@ -222,14 +223,6 @@ class SamplerTests:
 def _set_epoch(sampler: Any, epoch: int) -> None:
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-
-
-def _flat(drawn: list[Any]) -> Iterator[Any]:
-    for one in drawn:
-        if isinstance(one, list | tuple):
-            yield from one
-        else:
-            yield one
 
 
 def _rank(rank: int, world: int) -> str:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.checks import format_size
+from fastload.checks import format_size, parse_size
 from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.command_options import StoreOptions, parse_pairs
 from fastload.cli.convert.sample_forms import FORMS
 from fastload.cli.data_source import AUTO, KindOption
-from fastload.cli.report import Bars, Fault, JsonOption, Lines, MeasuredReport, Output, answering
+from fastload.cli.report import Bars, Fault, Lines, MeasuredReport, Output
 from fastload.errors import ArgumentError
 
 _RENAMES = 10  # shown
@@ -98,6 +98,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="s3://bucket/prefix, gs://, a path, ...")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="URL or path of the new shards.")],
     store: StoreOptions,
+    output: Output,
     to: Annotated[To, typer.Option("--to", help="WebDataset tars, or TFRecord files of tf.train.Example.")],
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Approximate size of a shard.")] = "256MB",
     shuffle: Annotated[
@@ -118,36 +119,30 @@ def convert(
         typer.Option(metavar="NAME=VALUE", help="A --storage-option for DST. The options above are for SRC."),
     ] = None,
     ray: RayOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> ConvertReport:
     """Write shards with indexes, and read them again to verify them. After an interruption, run it again.
 
     Labels are class indexes; NAME.json in DST has the class names. DST never shows a partial file.
     Files of other programs are not overwritten. A file becomes KEY.jpg and KEY.cls in a tar, or the features
     image (bytes), label (int) and key (bytes) of an Example; other files keep their extension as name.
     """
-    with answering(as_json) as output:
-        options = store.parse()
-        from fastload.checks import parse_size
-        from fastload.cli.convert.source import open_source
+    from fastload.cli.convert.source import open_source
 
-        size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
-        opened = open_source(source, kind, options, size, shuffle)
-        try:
-            wanted = {"name": called, "to": str(to), "shard_size": size, "shuffle": shuffle}
-            stored = parse_pairs(dst_option)
-            with contextlib.ExitStack() as stack:
-                cluster = None
-                if ray is not None:
-                    from fastload.cli.convert.writing import check_source
-
-                    refuse_limits({**options, **stored})
-                    check_source(opened)
-                    cluster = stack.enter_context(Cluster(ray))
-                report = _run(opened, destination, stored, wanted, cluster, output)
-        finally:
-            opened.close()
-        output.finish(report)
+    options, stored = store.parse(), parse_pairs(dst_option)
+    size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
+    wanted = {"name": called, "to": str(to), "shard_size": size, "shuffle": shuffle}
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(contextlib.closing(open_source(source, kind, options, size, shuffle)))
+        cluster = None
+        if ray is not None:
+            refuse_limits({**options, **stored})
+            if opened.shards is None:
+                raise ArgumentError(
+                    f"--ray and {opened.kind} shards in {opened.url!r}: where a new shard begins is known "
+                    "only after the one before it was read; run the command without --ray"
+                )
+            cluster = stack.enter_context(Cluster(ray))
+        return _run(opened, destination, stored, wanted, cluster, output)
 
 
 def _name(name: str | None, source: str) -> str:
@@ -170,7 +165,7 @@ def _run(
 ) -> ConvertReport:
     """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import ShardSet
-    from fastload.cli.convert.writing import Writing, Written
+    from fastload.cli.convert.writing import Writing
     from fastload.store import open_store
 
     store = open_store(destination, **options)
@@ -183,20 +178,20 @@ def _run(
     settings = {**wanted, "from": source.kind, "source": source.identity, "fingerprint": source.fingerprint}
     shards = ShardSet(store, wanted["name"], form, source.shards, settings, source.classes)
     kept, start = len(shards.shards), time.perf_counter()
-    _announce(source, shards, output)
-    writing, interrupted, faults = Writing(source, shards, cluster), False, list[tuple[str, str]]()
-    verify_seconds = 0.0
+    where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
+    there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
+    output.console.print(f"{where} -> {store.url}{there}", soft_wrap=True)
+    interrupted, faults, verify_seconds = False, list[Fault](), 0.0
     with Bars(output.console) as bars:
+        writing = Writing(source, shards, cluster, bars)
         try:
-            writing.run(bars)
+            writing.run()
             seconds = time.perf_counter() - start
-            bar = bars.add("verifying", sum(shard.bytes for shard in shards.shards), format_size)
-            read = Written()
-            faults = writing.verify(lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
+            faults = writing.verify()
             verify_seconds = time.perf_counter() - start - seconds
         except KeyboardInterrupt:
             interrupted, seconds = True, time.perf_counter() - start
-    bad = {name for name, _ in faults}
+    bad = {fault.shard for fault in faults}
     whole = next((i for i, shard in enumerate(shards.shards) if shard.name in bad), len(shards.shards))
     shards.keep(whole, complete=not interrupted and not faults)
     renames = itertools.chain.from_iterable(shard.renames.items() for shard in shards.shards)
@@ -216,7 +211,7 @@ def _run(
         kept=kept,
         complete=shards.complete,
         interrupted=interrupted,
-        faults=[Fault(shard=name, fault=fault) for name, fault in faults],
+        faults=faults,
         read_bytes=writing.written.bytes,
         seconds=round(seconds, 3),
         verify_seconds=round(verify_seconds, 3),
@@ -224,10 +219,3 @@ def _run(
         megabytes_per_second=round(writing.written.bytes / seconds / 1e6, 2),
         redone=None if cluster is None else cluster.redone,
     )
-
-
-def _announce(source: Any, shards: Any, output: Output) -> None:
-    where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
-    kept = len(shards.shards)
-    there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
-    output.console.print(f"{where} -> {shards.store.url}{there}", soft_wrap=True)

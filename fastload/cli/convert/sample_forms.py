@@ -24,7 +24,6 @@ from fastload.formats.tar import TarWriter, read_sample
 from fastload.formats.tfrecord import TFRecordWriter, encode_example, read_example
 from fastload.shards.formats import TAR, TFRECORD
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
 _IMAGE_FEATURES = ("image", "image/encoded", "image_raw")
 _LABEL_FEATURES = ("label", "image/class/label")
@@ -102,6 +101,8 @@ def as_features(sample: Sample) -> dict[str, Any]:
     Raises:
         DecodeError: two of its members would be the same feature.
     """
+    from fastload.datasets.sample_files import IMAGES  # it imports torch
+
     features: dict[str, Any] = {"key": sample.key.encode("utf-8", "surrogateescape")}
     for extension, content in sample.members.items():
         name, value = extension, content

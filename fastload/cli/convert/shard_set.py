@@ -35,7 +35,7 @@ from fastload.store.failures import Wait, sleep
 
 FORMAT = 1
 _READ_AHEAD = 64 << 20  # bytes
-READS = 8  # at once
+_READS = 8  # at once
 _SHOWN = 3  # renames of a shard
 _REST = 4  # times the duration of a write of NAME.json, before it is written again
 
@@ -141,7 +141,6 @@ class ShardSet:
         self.complete = document["complete"]
 
     def file_name(self, number: int) -> str:
-        """Return the name of a shard."""
         return self.form.file_name(self.name, number, self._count)
 
     def make(
@@ -231,28 +230,12 @@ class _Spool(NamedTuple):
         self.hash.update(data)
 
 
-def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-    """Return (name, fault) of each shard that differs from what was written.
+def find_fault(shards: ShardSet, info: ObjectInfo | None, shard: WrittenShard) -> str:
+    """Return in what a shard differs from what was written; "": in nothing.
 
     The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
     with the offsets at which the samples were found.
     """
-    present = shards.present()
-    pool = ReadPool(READS, Counters())
-    wrong = []
-    try:
-        for shard in shards.shards:
-            why = find_fault(shards, pool, present.get(shard.name), shard)
-            if why:
-                wrong.append((shard.name, why))
-            progress(shard)
-    finally:
-        pool.close()
-    return wrong
-
-
-def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
-    """Return in what a shard differs from what was written; "": in nothing."""
     if info is None or info.size != shard.bytes:
         return f"has {0 if info is None else info.size:,} bytes instead of {shard.bytes:,}"
     whole, content, offsets = xxh3_64(), Digest(), list[list[int]]()
@@ -264,6 +247,7 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
         whole.update(piece)
         hashed += len(piece)
 
+    pool = ReadPool(_READS, Counters())
     reader = ShardReader(
         shards.store,
         Shard(info.key, info.size, info.version, compressed=False),
@@ -285,6 +269,7 @@ def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard:
         return str(error)
     finally:
         reader.close()
+        pool.close()
     if len(offsets) != shard.samples:
         return f"has {len(offsets):,} samples instead of {shard.samples:,}"
     while hashed < info.size:  # behind a tar's end mark, where a reader stops

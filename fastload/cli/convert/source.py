@@ -7,7 +7,6 @@ on there.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import FORMS, Sample, split_name
-from fastload.cli.data_source import FOLDER, INDEXABLE, OBJECTS, dataset_class, find_kind
+from fastload.cli.data_source import FOLDER, INDEXABLE, OBJECTS, dataset_class, find_kind, read_json
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.store import Store
 from fastload.store.manifest import Manifest
 
 _AHEAD = 512  # samples that the dataset is told of; it bounds requests and bytes by itself
-_MOST_JSON = 64 << 20
 _OVERHEAD = 2048  # bytes of a sample in a shard beside its own: headers, label, padding
 _MIXED = 16  # shards that a shuffle reads at once
 
@@ -161,7 +159,6 @@ class _Pickler(pickle.Pickler):
         self._listing = listing
 
     def persistent_id(self, value: Any) -> str | None:
-        """Return a name for the listing."""
         return "listing" if value is self._listing else None
 
 
@@ -173,7 +170,6 @@ class _Unpickler(pickle.Unpickler):
         self._listing = listing
 
     def persistent_load(self, name: Any) -> Manifest:
-        """Return the listing."""
         return self._listing
 
 
@@ -243,14 +239,9 @@ class Records:
 
 def _classes(store: Store) -> list[str] | None:
     """Return the class names, where this command made the shards."""
-    documents = (info for page in store.list() for info in page if info.key.endswith(".json"))
-    for info in documents:
-        if info.size > _MOST_JSON or "/" in info.key:
-            continue
-        try:
-            document = json.loads(bytes(store.read(info.key, info.version, info.size)))
-        except ValueError:
-            continue
+    infos = (info for page in store.list() for info in page)
+    for info in infos:
+        document = read_json(store, info) if info.key.endswith(".json") and "/" not in info.key else None
         if isinstance(document, dict) and document.get("made_by") == "fastload convert":
             names: list[str] | None = document["classes"]
             return names

@@ -9,95 +9,102 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fastload.checks import format_size
 from fastload.cli.cluster import Cluster, Task
-from fastload.cli.convert.shard_set import READS, ShardSet, WrittenShard, find_fault, verify
+from fastload.cli.convert.shard_set import ShardSet, UnsentShard, WrittenShard, find_fault
 from fastload.cli.convert.source import Objects, Packed
-from fastload.cli.report import Bars, Rate
+from fastload.cli.report import Bar, Bars, Fault
 from fastload.errors import ArgumentError, FastloadError, StoreError
-from fastload.fetch.threads import ReadPool
-from fastload.metrics.counters import Counters
-from fastload.store import ObjectInfo
 from fastload.store.manifest import Manifest
 
 
-def check_source(source: Any) -> None:
-    """Refuse a source whose shards cannot be made apart from each other."""
-    if not isinstance(source, Objects):
-        raise ArgumentError(
-            f"--ray and {source.kind} shards in {source.url!r}: where a new shard begins is known only after "
-            "the one before it was read; run the command without --ray"
-        )
-
-
 class Written:
-    """Samples and bytes so far."""
+    """Samples and bytes so far, shown by a bar."""
 
-    def __init__(self) -> None:
+    def __init__(self, bar: Bar) -> None:
         self.samples = self.bytes = 0
-        self._rate = Rate("samples")
+        self._bar = bar
 
-    def add(self, samples: int, size: int) -> tuple[int, str]:
-        """Return (bytes done, rates in words)."""
+    def add(self, samples: int, size: int) -> None:
+        """Count more of them, and show it."""
         self.samples += samples
         self.bytes += size
-        return self.bytes, self._rate.words(self.samples, self.bytes)
+        self._bar.show_rates(self.bytes, "samples", self.samples, self.bytes)
 
 
 class Writing:
-    """Makes shards and sends each while the next one is made: two temporary files at a time.
+    """Writes the missing shards, and reads all of them again.
 
     Args:
-        source: a `Source`.
-        shards: a `ShardSet`.
-        cluster: does both on its nodes; None: this process does.
+        source: a `Source`; with a cluster, `Objects`.
+        shards: what is written.
+        cluster: its nodes do both, a task a CPU; None: this process does.
+        bars: show how far they are.
     """
 
-    def __init__(self, source: Any, shards: Any, cluster: Cluster | None) -> None:
-        self._source, self._shards = source, shards
-        self._nodes = None if cluster is None else NodesWriting(cluster, source, shards)
-        self.written = Written()
-        self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
+    def __init__(self, source: Any, shards: ShardSet, cluster: Cluster | None, bars: Bars) -> None:
+        self._source, self._shards, self._cluster, self._bars = source, shards, cluster, bars
+        self.written = Written(bars.add("writing", source.total_bytes, format_size))
+        self._sending: tuple[threading.Thread, WrittenShard, list[BaseException]] | None = None
 
-    def run(self, bars: Bars) -> None:
+    def run(self) -> None:
         """Write the missing shards. After an exception those that arrived are still counted."""
-        source, done = self._source, self._shards.shards
-        if done:
-            source.position = done[-1].next
-        bar = bars.add("writing", source.total_bytes, format_size)
+        if done := self._shards.shards:
+            self._source.position = done[-1].next
         try:
-            if self._nodes is not None:
-                self._nodes.write(lambda samples, size: bar.show(*self.written.add(samples, size)))
-                return
-            while source.position is not None:
-                made = self._shards.make(
-                    len(done) + (self._sending is not None),
-                    source.part(),
-                    lambda: source.position,
-                    lambda sample: bar.show(*self.written.add(1, sample.size)),
-                )
-                with contextlib.ExitStack() as stack:
-                    stack.callback(made.file.close)
-                    self._wait()
-                    stack.pop_all()
-                self._send(made)
-            self._wait()
+            if self._cluster is not None:
+                self._write_on_nodes(self._cluster)
+            else:
+                self._write_here()
         except BaseException:
             self._wait()
             with contextlib.suppress(FastloadError):
                 self._shards.save(wait=_give_up)
             raise
 
-    def verify(self, progress: Callable[[Any], None]) -> list[tuple[str, str]]:
-        """Return (name, fault) of each shard that differs from what was written."""
-        if self._nodes is not None:
-            return self._nodes.verify(progress)
-        return verify(self._shards, progress)
+    def verify(self) -> list[Fault]:
+        """Return the shards that differ from what was written."""
+        present, shards = self._shards.present(), self._shards
+        total = sum(shard.bytes for shard in shards.shards)
+        read = Written(self._bars.add("verifying", total, format_size))
+        faults: Iterator[tuple[WrittenShard, str]]
+        if self._cluster is None:
+            faults = ((shard, find_fault(shards, present.get(shard.name), shard)) for shard in shards.shards)
+        else:
+            target = shards.unfilled()
+            tasks = (
+                Task(find_fault, (target, present.get(shard.name), shard), f"shard {shard.name}")
+                for shard in shards.shards
+            )
+            faults = ((task.arguments[2], fault) for task, fault in self._cluster.run_anywhere(tasks))
+        wrong = []
+        for shard, fault in faults:
+            if fault:
+                wrong.append(Fault(shard=shard.name, fault=fault))
+            read.add(shard.samples, shard.bytes)
+        return sorted(wrong, key=lambda fault: fault.shard)
 
-    def _send(self, made: Any) -> None:
+    def _write_here(self) -> None:
+        """Make each shard while the one before it is sent: two temporary files at a time."""
+        source, done = self._source, self._shards.shards
+        while source.position is not None:
+            made = self._shards.make(
+                len(done) + (self._sending is not None),
+                source.part(),
+                lambda: source.position,
+                lambda sample: self.written.add(1, sample.size),
+            )
+            with contextlib.ExitStack() as stack:
+                stack.callback(made.file.close)
+                self._wait()
+                stack.pop_all()
+            self._send(made)
+        self._wait()
+
+    def _send(self, made: UnsentShard) -> None:
         errors: list[BaseException] = []
 
         def send() -> None:
@@ -122,63 +129,30 @@ class Writing:
             raise errors[0]
         self._shards.add(shard)
 
+    def _write_on_nodes(self, cluster: Cluster) -> None:
+        source, shards = self._source, self._shards
+        starts = source.starts()
+        packed, listing = source.packed()
+        listed, target = cluster.share(listing), shards.unfilled()
+        tasks = (
+            Task(
+                _write_shard,
+                (packed, listed, target, number, starts[number], source.fingerprint),
+                f"shard {shards.file_name(number)}",
+            )
+            for number in range(len(shards.shards), len(starts))
+        )
+        arrived: dict[int, WrittenShard] = {}
+        for task, (shard, size) in cluster.run_anywhere(tasks):
+            arrived[task.arguments[3]] = shard
+            self.written.add(shard.samples, size)
+            while len(shards.shards) in arrived:
+                shards.add(arrived.pop(len(shards.shards)))
+
 
 def _give_up(error: StoreError, seconds: float) -> None:
     """Do not retry: another error came before."""
     raise error
-
-
-class NodesWriting:
-    """Writes and verifies the shards of a conversion.
-
-    Args:
-        cluster: its CPUs are the number of tasks at once.
-        source: what is read.
-        shards: what is written.
-    """
-
-    def __init__(self, cluster: Cluster, source: Objects, shards: ShardSet) -> None:
-        self._cluster, self._source, self._shards = cluster, source, shards
-        self._tasks = sum(node.cpus for node in cluster.nodes)
-
-    def write(self, progress: Callable[[int, int], None]) -> None:
-        """Write the missing shards. `progress(samples, bytes)` is called after each."""
-        source, shards = self._source, self._shards
-        starts = source.starts()
-        packed, listing = source.packed()
-        listed, target = self._cluster.share(listing), shards.unfilled()
-        tasks = iter(
-            [
-                Task(
-                    _write_shard,
-                    (packed, listed, target, number, starts[number], source.fingerprint),
-                    f"shard {shards.file_name(number)}",
-                )
-                for number in range(len(shards.shards), len(starts))
-            ]
-        )
-        arrived: dict[int, WrittenShard] = {}
-        for task, (shard, size) in self._cluster.run([tasks] * self._tasks):
-            arrived[task.arguments[3]] = shard
-            progress(shard.samples, size)
-            while len(shards.shards) in arrived:
-                shards.add(arrived.pop(len(shards.shards)))
-
-    def verify(self, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-        """Return as `shard_set.verify` does."""
-        present, target = self._shards.present(), self._shards.unfilled()
-        tasks: Iterator[Task] = iter(
-            [
-                Task(_verify_shard, (target, present.get(shard.name), shard), f"shard {shard.name}")
-                for shard in self._shards.shards
-            ]
-        )
-        wrong = []
-        for task, fault in self._cluster.run([tasks] * self._tasks):
-            if fault:
-                wrong.append((task.arguments[2].name, fault))
-            progress(task.arguments[2])
-        return sorted(wrong)
 
 
 def _write_shard(
@@ -201,11 +175,3 @@ def _write_shard(
     finally:
         source.close()
     return made.shard, sum(sizes)
-
-
-def _verify_shard(shards: ShardSet, info: ObjectInfo | None, shard: WrittenShard) -> str:
-    pool = ReadPool(READS, Counters())
-    try:
-        return find_fault(shards, pool, info, shard)
-    finally:
-        pool.close()

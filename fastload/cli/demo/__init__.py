@@ -13,7 +13,7 @@ import random
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fastload.checks import format_size
 from fastload.cli.bench import measure_epoch
-from fastload.cli.report import Bars, JsonOption, Lines, MeasuredEpoch, MeasuredReport, answering, dimmed
+from fastload.cli.report import Bars, Lines, MeasuredEpoch, MeasuredReport, Output, dimmed, figures
 from fastload.errors import ArgumentError
 
 BATCH_SIZE = 64
@@ -58,8 +58,6 @@ class ServedEpoch(MeasuredEpoch):
 
 @dataclass(kw_only=True)
 class Epochs:
-    """The two epochs of fastload."""
-
     epoch_1: ServedEpoch
     epoch_2: ServedEpoch
 
@@ -86,12 +84,8 @@ class DemoReport(MeasuredReport):
 
     def text(self) -> Lines:
         """Yield a table in the shape of MoXing's, with sentences below it."""
-        settings, machine, first, second = (
-            self.settings,
-            self.machine,
-            self.fastload.epoch_1,
-            self.fastload.epoch_2,
-        )
+        settings, machine = self.settings, self.machine
+        first, second = self.fastload.epoch_1, self.fastload.epoch_2
         yield ""
         yield dimmed(
             f"{settings.images:,} photos of {format_size(settings.image_bytes)} · {settings.num_workers} "
@@ -112,15 +106,15 @@ class DemoReport(MeasuredReport):
         yield "your data     fastload bench s3://bucket/prefix --cache DIR"
 
     def _table(self) -> Table:
-        epochs, ratio = (self.fastload.epoch_1, self.fastload.epoch_2), self.ratio
-        table = Table(header_style="bold")
-        table.add_column("")
-        for epoch in ("epoch 1, from S3", "epoch 2, from the cache"):
-            for unit in ("images/s", "MB/s"):
-                table.add_column(Text(f"{epoch}\n{unit}"), justify="right")
+        epochs, ratio = self.fastload, self.ratio
+        heads = [
+            Text(f"{epoch}\n{unit}")
+            for epoch in ("epoch 1, from S3", "epoch 2, from the cache")
+            for unit in ("images/s", "MB/s")
+        ]
+        table = figures("", *heads)
         table.add_row("torch + s3fs + PIL", *_rate(self.torch_s3fs), "–", "–")
-        cells = [cell for epoch in epochs for cell in _rate(epoch)]
-        table.add_row("fastload", *cells, style="bold green")
+        table.add_row("fastload", *_rate(epochs.epoch_1), *_rate(epochs.epoch_2), style="bold green")
         table.add_row("ratio", f"{ratio.epoch_1:.1f}x", "", f"{ratio.epoch_2:.1f}x", "", end_section=True)
         for name, images, megabytes in NEEDED:
             table.add_row(f"{name} need (ResNet-50)", *[f"{images:,}", f"{megabytes:.2f}"] * 2, style="dim")
@@ -136,12 +130,13 @@ class Bucket(NamedTuple):
 
     name: str
     photos: Path
-    total_bytes: int
+    image_bytes: float
     proxy: Any
     credentials: dict[str, str]
 
 
 def demo(
+    output: Output,
     images: Annotated[int, typer.Option(metavar="N", min=1, help="Number of photos.")] = 2000,
     num_workers: Annotated[
         int, typer.Option(metavar="N", min=1, help="Worker processes of each loader.")
@@ -156,27 +151,23 @@ def demo(
         Path | None, typer.Option(metavar="FILE", help="The chart, a PNG.", show_default="DIR/demo.png")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the photos for the next run.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> DemoReport:
     """Compare fastload with torch + s3fs on this machine, over a real S3 server behind a round trip."""
     from fastload.cli.demo.chart import draw_chart
 
+    _need_packages()
     settings = Settings(images=images, num_workers=num_workers, latency_ms=latency_ms)
-    with answering(as_json) as output:
-        _need_packages()
-        with (
-            _workspace(directory, keep) as workspace,
-            Bars(output.console) as bars,
-            _bucket(workspace / "s3", settings, bars) as bucket,
-        ):
-            report = _measure(bucket, settings, workspace / "cache", bars)
-        path = chart or directory / "demo.png"
-        why_not = draw_chart(asdict(report), path)
-        if why_not:
-            output.console.print(why_not, soft_wrap=True)
-        else:
-            report.chart = path
-        output.finish(report)
+    with (
+        _workspace(directory, keep) as workspace,
+        Bars(output.console) as bars,
+        _bucket(workspace / "s3", settings, bars) as bucket,
+    ):
+        report = _measure(bucket, settings, workspace / "cache", bars)
+    report.chart = chart or directory / "demo.png"
+    if why_not := draw_chart(report, report.chart):
+        report.chart = None
+        output.console.print(why_not, soft_wrap=True)
+    return report
 
 
 def _need_packages() -> None:
@@ -222,14 +213,14 @@ def _bucket(root: Path, settings: Settings, bars: Bars) -> Iterator[Bucket]:
     total_bytes = make_dataset(root / name, settings.images, CLASSES, lambda done, _: bar.update(done))
     with serve_s3(root) as server, delay_proxy(server.endpoint_url, settings.latency_ms / 1000) as proxy:
         credentials = {"key": server.key, "secret": server.secret}
-        yield Bucket(name, root / name, total_bytes, proxy, credentials)
+        yield Bucket(name, root / name, total_bytes / settings.images, proxy, credentials)
 
 
 def _measure(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> DemoReport:
     """Run the loaders, one after the other."""
     torch_s3fs = _torch_s3fs(bucket, settings, bars)
     first, second = _fastload(bucket, settings, cache, bars)
-    settings.image_bytes = round(bucket.total_bytes / settings.images)
+    settings.image_bytes = round(bucket.image_bytes)
     baseline = torch_s3fs.images_per_second
     return DemoReport(
         settings=settings,
@@ -261,7 +252,7 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> ServedEpoch:
     )
     loader = torch.utils.data.DataLoader(dataset, BATCH_SIZE, num_workers=settings.num_workers)
     bar = bars.add("torch + s3fs, a sample", len(paths))
-    return _timed(loader, bucket, settings, bar.update, BASELINE_SECONDS)
+    return _timed(loader, bucket, bar.update, BASELINE_SECONDS)
 
 
 def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> list[ServedEpoch]:
@@ -278,17 +269,16 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
     epochs = []
     for number, source in ((1, "from the store"), (2, "from the cache")):
         bar = bars.add(f"fastload epoch {number}, {source}", settings.images)
-        epochs.append(_timed(loader, bucket, settings, bar.update))
+        epochs.append(_timed(loader, bucket, bar.update))
     return epochs
 
 
 def _timed(
-    loader: Iterable[Any], bucket: Bucket, settings: Settings, progress: Any, seconds: float = float("inf")
+    loader: Iterable[Any], bucket: Bucket, progress: Any, seconds: float = float("inf")
 ) -> ServedEpoch:
     """Time one epoch, and count the GETs at the server during it."""
     before = bucket.proxy.counts().object_gets
-    image_bytes = bucket.total_bytes / settings.images
-    epoch = measure_epoch(loader, progress, image_bytes=image_bytes, seconds_at_most=seconds)
+    epoch = measure_epoch(loader, progress, image_bytes=bucket.image_bytes, seconds_at_most=seconds)
     return ServedEpoch(**vars(epoch), gets=bucket.proxy.counts().object_gets - before)
 
 

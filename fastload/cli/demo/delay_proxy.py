@@ -185,10 +185,10 @@ class ServerSide(Side):
 class ClientSide(Side):
     """A connection that a client opened."""
 
-    def __init__(self, line: DelayLine, tally: Tally, upstream: Upstream, corrects: bool) -> None:
+    def __init__(self, line: DelayLine, tally: Tally, server: tuple[str, int], corrects: bool) -> None:
         super().__init__(line, tally)
         self._requests = RequestReader(tally)
-        self._upstream = upstream
+        self._server = server
         self._corrects = corrects
         self.other: ServerSide = ServerSide(line, tally)
         self.other.other = self
@@ -203,9 +203,7 @@ class ClientSide(Side):
         # there.
         await asyncio.sleep(1.5 * self._tally.round_trip)
         try:
-            await asyncio.get_running_loop().create_connection(
-                lambda: self.other, self._upstream.host, self._upstream.port
-            )
+            await asyncio.get_running_loop().create_connection(lambda: self.other, *self._server)
         except OSError:
             self.deliver(None)
 
@@ -224,15 +222,8 @@ def mend_status(answer: bytes) -> bytes:
     return head + end + body
 
 
-class Upstream(NamedTuple):
-    """The server."""
-
-    host: str
-    port: int
-
-
-async def serve(upstream: Upstream, tally: Tally, corrects: bool) -> None:
-    """Accept connections on a free port, which is printed, until the process ends."""
+async def serve(upstream: tuple[str, int], tally: Tally, corrects: bool) -> None:
+    """Accept connections for the server on a free port, which is printed, until the process ends."""
     loop = asyncio.get_running_loop()
     line = DelayLine(loop, tally)
     server = await loop.create_server(
@@ -246,7 +237,7 @@ def main() -> None:
     import uvloop
 
     host, port, board, *how = sys.argv[1:]
-    uvloop.run(serve(Upstream(host, int(port)), Tally(int(board)), how != ["as-it-is"]))
+    uvloop.run(serve((host, int(port)), Tally(int(board)), how != ["as-it-is"]))
 
 
 if __name__ == "__main__":

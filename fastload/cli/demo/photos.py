@@ -7,7 +7,7 @@ amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,20 @@ def make_dataset(
         (directory / f"class_{label:02d}").mkdir(parents=True, exist_ok=True)
     # Threads suffice: numpy's transforms and generators and the JPEG encoder work without the GIL.
     pool = ThreadPoolExecutor(usable_cores())
+
+    def write(i: int) -> int:
+        path = directory / f"class_{i % classes:02d}" / f"img_{i:05d}.jpg"
+        return _write_photo(path, i, shapes[i * 7 % len(shapes)], quality)
+
     total = 0
     try:
-        pending = []
-        for i in range(count):
-            path, shape = _photo_path(directory, i, classes), shapes[i * 7 % len(shapes)]
-            pending.append(pool.submit(_write_photo, path, i, shape, quality))
-        for done, future in enumerate(as_completed(pending), 1):
-            total += future.result()
+        for done, size in enumerate(pool.map(write, range(count)), 1):
+            total += size
             if progress is not None:
                 progress(done, count)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return total
-
-
-def _photo_path(directory: Path, index: int, classes: int) -> Path:
-    return directory / f"class_{index % classes:02d}" / f"img_{index:05d}.jpg"
 
 
 def _write_photo(path: Path, seed: int, shape: tuple[int, int], quality: int) -> int:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fastload.checks import format_size, parse_size
 from fastload.cli.command_options import CORES, CropSize, PricesFile, Quality, ShortSide, StoreOptions
 from fastload.cli.data_source import INDEXABLE, DataUrl, SourceOptions, find_kind
 from fastload.cli.plan.model import Data, Demand, Mode, Node, Prediction, cores_left, predict
 from fastload.cli.plan.prices import Cost, Prices, find_prices
-from fastload.cli.report import JsonOption, Lines, MeasuredReport, answering, dimmed
+from fastload.cli.report import Lines, MeasuredReport, dimmed, figures
 
 ADVICE = {
     "GPUs": "the GPUs are the limit: the loader is fast enough",
@@ -83,18 +82,13 @@ class PlanReport(MeasuredReport):
             f"{measured.request_seconds * 1000:.1f} ms and {measured.get_cpu * 1000:.2f} ms of a core; "
             f"the GPUs take {self.demand:,.0f} images/s"
         )
-        table = Table(header_style="bold")
-        table.add_column("")
-        for name in self.modes:
-            table.add_column(name + (" *" if name == self.best else ""), justify="right")
+        table = figures("", *(name + (" *" if name == self.best else "") for name in self.modes))
         for title, cell in _ROWS:
             table.add_row(title, *(cell(measured.modes[name], mode) for name, mode in self.modes.items()))
         if self.prices is not None:
             costs = [mode.cost.words(self.prices.currency) for mode in self.modes.values() if mode.cost]
-            for title, row in zip(
-                ("GETs, all epochs", "egress, all epochs"), zip(*costs, strict=True), strict=True
-            ):
-                table.add_row(title, *row)
+            table.add_row("GETs, all epochs", *(requests for requests, _ in costs))
+            table.add_row("egress, all epochs", *(egress for _, egress in costs))
         yield table
         yield from self.advice
         for line in self.assumptions:
@@ -122,22 +116,29 @@ _ROWS: list[tuple[str, Callable[[Mode, Prediction], str]]] = [
 ]
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The training that is planned."""
+
+    size_limit: Annotated[
+        str, typer.Option(metavar="SIZE", help="Disk space for the cache, such as 500GB or 1.5TB.")
+    ]
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs of this machine.")]
+    gpu_rate: Annotated[float, typer.Option(metavar="N", min=0.001, help="Images per second of one GPU.")]
+    num_workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Worker processes.", show_default="the cores")
+    ] = CORES
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs of the whole training.")] = 90
+    size: CropSize = 224
+    short_side: ShortSide = 256
+    quality: Quality = 90
+
+
 def plan(
     url: DataUrl,
     source: SourceOptions,
     store: StoreOptions,
-    size_limit: Annotated[
-        str, typer.Option(metavar="SIZE", help="Disk space for the cache, such as 500GB or 1.5TB.")
-    ],
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs of this machine.")],
-    gpu_rate: Annotated[float, typer.Option(metavar="N", min=0.001, help="Images per second of one GPU.")],
-    num_workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Worker processes.", show_default="the cores")
-    ] = CORES,
-    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs of the whole training.")] = 90,
-    size: CropSize = 224,
-    short_side: ShortSide = 256,
-    quality: Quality = 90,
+    training: TrainingOptions,
     objects: Annotated[int, typer.Option(metavar="N", min=16, help="Number of objects to read.")] = 256,
     cache: Annotated[
         str | None,
@@ -146,54 +147,26 @@ def plan(
         ),
     ] = None,
     prices: PricesFile = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
-    with answering(as_json) as output:
-        options = store.parse()
-        priced = find_prices(url, options, prices)
-        settings = Settings(
-            url=url,
-            kind="",
-            size_limit=parse_size(size_limit, "--size-limit"),
-            gpus=gpus,
-            gpu_rate=gpu_rate,
-            num_workers=num_workers,
-            epochs=epochs,
-            size=size,
-            short_side=short_side,
-            quality=quality,
-        )
-        output.finish(_predict(settings, source, options, objects, cache, priced))
-
-
-def _predict(
-    settings: Settings,
-    source: SourceOptions,
-    options: dict[str, Any],
-    objects: int,
-    cache: str | None,
-    prices: Prices | None,
 ) -> PlanReport:
-    """Measure the disk and some samples, and predict each mode from that."""
+    """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
     from fastload.cli.plan.probe import probe_disk, probe_samples, probe_shards
 
-    disk = None if cache is None else probe_disk(cache)
-    settings.kind = find_kind(settings.url, options, source.kind)
-    kept = {"short_side": settings.short_side, "quality": settings.quality}
-    asked: dict[str, Any] = {"objects": objects, "size": settings.size, "cache": kept}
-    if settings.kind in INDEXABLE:
-        probe = probe_shards(settings.url, settings.kind, options, workers=settings.num_workers, **asked)
+    options = store.parse()
+    priced = find_prices(url, options, prices)
+    limit, epochs = parse_size(training.size_limit, "--size-limit"), training.epochs
+    disk = (None, None) if cache is None else probe_disk(cache)
+    kind = find_kind(url, options, source.kind)
+    modes = {"short_side": training.short_side, "quality": training.quality}
+    if kind in INDEXABLE:
+        probe = probe_shards(url, kind, options, objects, training.size, modes, workers=training.num_workers)
     else:
-        probe = probe_samples(settings.url, settings.kind, source, options, **asked)
-    settings.url = probe.url
-    cores = cores_left(CORES, probe.others)
-    node = Node(cores, settings.num_workers, settings.size_limit, *(disk or (None, None)))
-    demand = Demand(settings.gpus * settings.gpu_rate, settings.epochs)
+        probe = probe_samples(url, kind, options, objects, training.size, modes, source=source)
+    node = Node(cores_left(CORES, probe.others), training.num_workers, limit, *disk)
+    demand = Demand(training.gpus * training.gpu_rate, epochs)
     predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
     best = min(predictions, key=lambda name: predictions[name].total_seconds)
     return PlanReport(
-        settings=settings,
+        settings=Settings(url=probe.url, kind=kind, **{**vars(training), "size_limit": limit}),
         measured=Measured(
             **vars(probe.data),
             probed=probe.objects,
@@ -203,14 +176,14 @@ def _predict(
             modes=probe.modes,
         ),
         modes={
-            name: PricedPrediction(**vars(run), cost=_bill(run, settings.epochs, prices))
+            name: PricedPrediction(**vars(run), cost=_bill(run, epochs, priced))
             for name, run in predictions.items()
         },
-        prices=prices,
+        prices=priced,
         demand=demand.rate,
         best=best,
         advice=_advice(predictions[best], best, node),
-        assumptions=[*_assumptions(probe, node), _price_words(prices)],
+        assumptions=_assumptions(probe, node, priced),
     )
 
 
@@ -223,13 +196,7 @@ def _bill(prediction: Prediction, epochs: int, prices: Prices | None) -> Cost | 
     return prices.bill(gets, first.egress_bytes + (epochs - 1) * later.egress_bytes)
 
 
-def _price_words(prices: Prices | None) -> str:
-    if prices is None:
-        return "no prices: give --prices FILE, see the guide on cost"
-    return f"prices by {prices.source}; egress is often free within a region"
-
-
-def _advice(prediction: Any, best: str, node: Any) -> list[str]:
+def _advice(prediction: Prediction, best: str, node: Node) -> list[str]:
     advice = [f"mode '{best}' takes the least time"]
     for name, epoch in (("epoch 1", prediction.first), ("later", prediction.later)):
         advice.append(f"{name}: {ADVICE[epoch.limit]}")
@@ -241,10 +208,13 @@ def _advice(prediction: Any, best: str, node: Any) -> list[str]:
     return advice
 
 
-def _assumptions(probe: Any, node: Any) -> list[str]:
+def _assumptions(probe: Any, node: Node, prices: Prices | None) -> list[str]:
     disk = "measured" if node.disk_read is not None else "assumed to be fast enough (--cache DIR measures it)"
     network = "the probe reached no ceiling" if probe.data.network is None else "the ceiling of the probe"
     server = "the store runs on this machine and uses its CPU" if probe.server_here else "this process's CPU"
+    priced = "no prices: give --prices FILE, see the guide on cost"
+    if prices is not None:
+        priced = f"prices by {prices.source}; egress is often free within a region"
     streaming = probe.data.streaming
     if streaming is None:
         sample = f"{probe.objects} random objects are representative of all {probe.data.objects:,}"
@@ -265,4 +235,5 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
         f"the cache fills in epoch 1 and keeps what it has; {requests}",
+        priced,
     ]

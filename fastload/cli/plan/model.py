@@ -85,8 +85,6 @@ class Demand:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch."""
-
     stages: Annotated[dict[str, float], "stage: images/s that it could do"]
     rate: Annotated[float, "images/s of the loader"]
     limit: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -63,17 +64,17 @@ class Probe(NamedTuple):
 def probe_samples(
     url: str,
     kind: str,
-    source: SourceOptions,
     options: dict[str, Any],
-    *,
     objects: int,
     size: int,
     cache: dict[str, Any],
+    *,
+    source: SourceOptions,
 ) -> Probe:
     """List `url` and read up to `objects` samples of it, for at most 15 s.
 
     Args:
-        kind, source, options: as of `open_dataset`.
+        kind, options, source: as of `open_dataset`.
         size: pixels of each side of the crop.
         cache: short_side and quality of the modes.
 
@@ -88,8 +89,8 @@ def probe_samples(
         deadline = time.monotonic() + SECONDS
         chosen = np.random.default_rng(0).permutation(len(dataset))[: objects + ALONE + 1].tolist()
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
-        alone = _read_alone(dataset, first, deadline)
-        here, others = is_here(options), busy_cores(0.5)
+        alone = seconds_alone(dataset._payload, first, deadline)
+        here, others = is_here(options), busy_cores()
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
         keys = [key for index in kept for key in dataset._cache_keys(index)]
@@ -101,12 +102,13 @@ def probe_samples(
             f"{dataset.url!r}: no image in {len(kept):,} samples, and plan predicts images: measure with "
             "fastload bench"
         )
-    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(
-        kept
-    )  # rows have no size before they are read
+    # Rows have no size before they are read.
+    mean = get.bytes / get.objects or sum(map(len, payloads)) / len(kept)
     if kind == FOLDER:
         mean = dataset.listing().total_bytes / len(dataset)
-    network = get.objects * mean / get.seconds if _met_a_ceiling(get, alone) else None
+    # 32 requests in flight were much slower than expected, though there was CPU left.
+    ceiling = get.objects / get.seconds < 32 / alone / 3 and get.cpu / get.seconds < BUSY
+    network = get.objects * mean / get.seconds if ceiling else None
     data = Data(len(dataset), mean, alone, get.cpu / get.objects, network)
     read_cpu *= len(payloads) / max(1, len(kept))
     scale = mean * len(images) / sum(map(len, images))  # from the images of some samples to all samples
@@ -114,12 +116,12 @@ def probe_samples(
     return Probe(dataset.url, data, modes, len(chosen), here, others)
 
 
-def _read_alone(dataset: Any, indices: list[int], deadline: float) -> float:
-    """Return the seconds of a GET without others; the first, which opens the connection, does not count."""
+def seconds_alone(read: Callable[[Any], Any], items: list[Any], deadline: float) -> float:
+    """Return the seconds of a read without others; the first, which opens the connection, does not count."""
     seconds = []
-    for index in indices:
+    for item in items:
         start = time.perf_counter()
-        dataset._payload(index)
+        read(item)
         seconds.append(time.perf_counter() - start)
         if time.monotonic() > deadline:
             break
@@ -169,12 +171,6 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
     return _Together(done, read, *use.read())
 
 
-def _met_a_ceiling(get: _Together, alone: float) -> bool:
-    """Return whether 32 requests in flight were much slower than expected, though there was CPU left."""
-    expected = 32 / alone
-    return get.objects / get.seconds < expected / 3 and get.cpu / get.seconds < BUSY
-
-
 def probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
@@ -183,7 +179,7 @@ def probe_modes(
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
     for kind in CODECS.values():
-        codec = kind(cache["short_side"], cache["quality"]).for_images(Images.CROPPED)
+        codec = kind(**cache).for_images(Images.CROPPED)
         if not isinstance(codec, kind):  # not available here
             continue
         records, encode_cpu = timed(partial(_record, codec), payloads)
@@ -239,10 +235,10 @@ def is_here(options: dict[str, Any]) -> bool:
     return host == "localhost" or host.startswith("127.")
 
 
-def busy_cores(seconds: float) -> float:
+def busy_cores() -> float:
     """Measure the number of cores that other processes keep busy now."""
     before, start = _CORES.busy_seconds(), time.perf_counter()
-    time.sleep(seconds)
+    time.sleep(0.5)
     return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)
 
 
@@ -266,17 +262,17 @@ def probe_shards(
     url: str,
     kind: str,
     options: dict[str, Any],
-    *,
     objects: int,
     size: int,
-    workers: int,
     cache: dict[str, Any],
+    *,
+    workers: int,
 ) -> Probe:
     """Read some shards from their beginning on, `objects` samples or 15 s of them.
 
     Args:
-        workers: workers of the training script.
         url, kind, options, objects, size, cache: as of `probe_samples`.
+        workers: workers of the training script.
 
     Raises:
         ArgumentError: the shards are compressed. NotFoundError: there are no images.
@@ -288,10 +284,12 @@ def probe_shards(
     chosen = [shards[number] for number in order if shards[number].size][:_AT_ONCE]
     if not chosen:
         raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
-    ahead, in_flight = _read_ahead(workers)
+    readers = max(1, _CYCLE // workers)  # as a run with the default `cycle_length` has
+    ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
+    in_flight = min(SETTINGS.node_requests, workers * readers * ahead.pieces)
     piece = min(ahead.piece, int(np.mean([shard.size for shard in chosen])))
     range_seconds = _range_alone(shards.store, chosen, piece)
-    here, others = is_here(options), busy_cores(0.5)
+    here, others = is_here(options), busy_cores()
     read = _read_shards(
         shards.store, chosen, FORMATS[kind], image, objects, deadline, others if here else None
     )
@@ -309,21 +307,13 @@ def probe_shards(
     return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
 
 
-def _read_ahead(workers: int) -> tuple[ReadAhead, int]:
-    """Return how a run with the default `cycle_length` reads: the pieces, and all requests in flight."""
-    readers = max(1, _CYCLE // workers)
-    ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
-    return ahead, min(SETTINGS.node_requests, workers * readers * ahead.pieces)
-
-
 def _range_alone(store: Store, chosen: list[Shard], size: int) -> float:
-    """Measure the seconds of a request for so many bytes without others, once connected."""
-    seconds = []
-    for shard in (chosen * _RANGES_ALONE)[: _RANGES_ALONE + 1]:
-        start = time.perf_counter()
+    """Measure the seconds of a request for so many bytes without others."""
+
+    def read(shard: Shard) -> None:
         store.read_range(shard.key, 0, min(size, shard.size), shard.version)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+
+    return seconds_alone(read, (chosen * _RANGES_ALONE)[: _RANGES_ALONE + 1], math.inf)
 
 
 def _read_shards(
@@ -340,9 +330,6 @@ def _read_shards(
     Args:
         image: name of the field that is an image.
         others: see `_Use`.
-
-    Raises:
-        ArgumentError, NotFoundError: as `probe_shards`.
     """
     pool = ReadPool(_AT_ONCE, Counters())
     readers = [
