@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fastload.checks import format_size
 from fastload.cli.report import Lines, Report, dimmed
+from fastload.errors import printable
 from fastload.metrics.machine import usable_cores, why_not_linux
 
 # As in pyproject.toml, which says why.
