@@ -247,7 +247,7 @@ class Forecaster:
         return payload
 
     def _announce(self, sizes: Sequence[int], read: int) -> None:
-        if self._cache.has_failed:
+        if self._cache._has_failed:
             return  # as below
         try:
             forecast = self.forecast(sizes, read)
@@ -277,7 +277,7 @@ class Forecaster:
         if tries:
             return self._try(image)
         form = decode.to_dct if self._form == "record" else decode.Unindexed.of
-        return form(image) if self._cache.keeps(memoryview(image).nbytes) else image
+        return form(image) if self._cache._keeps(memoryview(image).nbytes) else image
 
     def _try(self, image: Any) -> Any:
         """Return the record of an image; the last of the first ones makes the choice."""
@@ -303,7 +303,7 @@ class Forecaster:
 
     def _choose(self) -> None:
         try:
-            choice = None if self._cache.has_failed else self._decide()
+            choice = None if self._cache._has_failed else self._decide()
         except (CacheError, OSError):
             choice = None
         if choice is None:  # the cache says itself what is wrong with it, once
@@ -350,7 +350,7 @@ class Forecaster:
     def _announce_choice(self) -> None:
         with self._lock:
             said, self._said = self._said, True
-        if said or self._cache.has_failed or not speaks():
+        if said or self._cache._has_failed or not speaks():
             return
         try:
             room = room_in(self._cache)

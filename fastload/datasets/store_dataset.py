@@ -351,7 +351,7 @@ class StoreDataset(Dataset[Any]):
         if self.cache is None:
             self._set_payloads([item.with_codec(Raw()) if item.codec.lossless else item for item in payloads])
         elif any(item.codec.chooses for item in payloads):
-            was_open = self.cache.is_open  # by another dataset, which may be reading
+            was_open = self.cache._is_open  # by another dataset, which may be reading
             share = self._share_kept()
             self._set_payloads([item.with_codec(item.codec.without_choice()) for item in payloads])
             raw_share = self._share_kept()
