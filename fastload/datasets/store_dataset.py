@@ -33,6 +33,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.distributed.frameworks import warn_of_trainer
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
@@ -392,6 +393,7 @@ class StoreDataset(Dataset[Any]):
         return ProcessLocal(self._new_prefetcher)
 
     def _new_prefetcher(self) -> Prefetcher:
+        warn_of_trainer(type(self).__name__)
         encode = self._encoder()
         if self.cache is not None and self._amount[1]:
             encode = self._forecasters.get().watch(encode)

@@ -20,10 +20,10 @@ from fastload.checks import check_one_of, refuse_class, shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
+from fastload.distributed.frameworks import ASKED_BY_PREPARE, is_prepared, warn_of_ray
 from fastload.errors import ArgumentError, address
 from fastload.gpu.transfer import resolve_device
 from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
-from fastload.loader.frameworks import ASKED_BY_PREPARE, warn_of_prepare, warn_of_ray
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
@@ -204,7 +204,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
 
         def __getattr__(self, name: str) -> Any:
             if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
-                warn_of_prepare()
+                return is_prepared(self, self.device)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
