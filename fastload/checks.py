@@ -5,6 +5,7 @@ So the same mistake has the same words everywhere, and its traceback shows the l
 
 from __future__ import annotations
 
+import concurrent.futures
 import difflib
 import functools
 import inspect
@@ -13,9 +14,12 @@ import operator
 import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from fastload.errors import PACKAGE, ArgumentError, FastloadError
+
+_THREADS = str(Path(concurrent.futures.__file__).parent)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +57,8 @@ def check_function(argument: str, value: Any) -> None:
             "DataLoader"
         )
     if value is not None and not callable(value):
-        raise ArgumentError(f"{argument} must be callable or None, found {value!r}")
+        such = ", as RandomResizedCrop(224) is" if argument == "transform" else ""
+        raise ArgumentError(f"{argument} must be callable or None{such}; found {value!r}")
 
 
 def as_index(index: Any) -> int:
@@ -201,9 +206,9 @@ def raised_by_us(error: BaseException | None) -> bool:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Return whether all frames between here and an error are fastload's."""
+    """Return whether all frames between here and an error are fastload's, or of threads that it started."""
     frames = traceback.walk_tb(error.__traceback__)
-    return all(frame.f_code.co_filename.startswith(PACKAGE) for frame, _ in frames)
+    return all(frame.f_code.co_filename.startswith((PACKAGE, _THREADS)) for frame, _ in frames)
 
 
 def _explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:

@@ -51,7 +51,7 @@ class RoiDecode:
             return time.perf_counter() - start
 
     def _job(self, part: range, seeds: Sequence[int]) -> tuple[Any, ...]:
-        boxes = [self.transform.box_for(*self.sizes[i], SampleRng(seeds[i]))[0] for i in part]
+        boxes = [self.transform._box_for(*self.sizes[i], SampleRng(seeds[i]))[0] for i in part]
         n = len(part)
         pointers = (ctypes.c_char_p * n)(*(self.images[i] for i in part))
         lengths = (ctypes.c_ulong * n)(*(len(self.images[i]) for i in part))
@@ -133,7 +133,7 @@ class Pillow:
 def pillow_sample(image: Any, transform: RandomResizedCrop, rng: Any) -> np.ndarray[Any, Any]:
     """Crop, resize and flip by Pillow: (3, SIZE, SIZE) uint8."""
     image = image.convert("RGB")
-    box, flip = transform.box_for(*image.size, rng)[:2]
+    box, flip = transform._box_for(*image.size, rng)[:2]
     image = image.crop(tuple(map(int, box))).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -155,7 +155,7 @@ class Torchvision:
         start = time.perf_counter()
         for data, seed in zip(self.images, seeds, strict=True):
             image = self._decode(data, mode="RGB")
-            box, flip = self.transform.box_for(image.shape[2], image.shape[1], SampleRng(seed))[:2]
+            box, flip = self.transform._box_for(image.shape[2], image.shape[1], SampleRng(seed))[:2]
             x0, y0, x1, y1 = map(int, box)
             cut = F.resized_crop(image, y0, x0, y1 - y0, x1 - x0, [SIZE, SIZE], antialias=True)
             if flip:
@@ -178,7 +178,7 @@ class OpenCV:
         cv2, start = self._cv2, time.perf_counter()
         for data, seed in zip(self.images, seeds, strict=True):
             image = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
-            box, flip = self.transform.box_for(image.shape[1], image.shape[0], SampleRng(seed))[:2]
+            box, flip = self.transform._box_for(image.shape[1], image.shape[0], SampleRng(seed))[:2]
             x0, y0, x1, y1 = map(int, box)
             cut = cv2.resize(image[y0:y1, x0:x1], (SIZE, SIZE), interpolation=cv2.INTER_AREA)
             np.ascontiguousarray((cut[:, ::-1] if flip else cut).transpose(2, 0, 1))

@@ -160,9 +160,9 @@ class Cache:
         return f"Cache({self.path!r}, {self.mode!r}{limit})"
 
     @property
-    def codec(self) -> CacheCodec:
+    def _codec(self) -> CacheCodec:
         """What this cache keeps of an image."""
-        return CODECS[self.mode](self.short_side, self.quality, self.keeps)
+        return CODECS[self.mode](self.short_side, self.quality, self._keeps)
 
     def key(
         self, *parts: str | bytes, beginning: Digest | None = None, codec: CacheCodec | None = None
@@ -173,12 +173,12 @@ class Cache:
         version, the decoder's name and version.
 
         Args:
-            beginning: of the parts before these; see `key_beginning`.
+            beginning: of the parts before these; see `_key_beginning`.
             codec: of the payload. Default: that of the cache's mode; in mode "auto" that of "raw".
         """
         return add_parts(beginning or self._first_digest(codec), parts).digest()
 
-    def key_beginning(self, *parts: str | bytes, codec: CacheCodec | None = None) -> Digest:
+    def _key_beginning(self, *parts: str | bytes, codec: CacheCodec | None = None) -> Digest:
         """Return the first parts of many keys, digested once."""
         return add_parts(self._first_digest(codec), parts)
 
@@ -194,7 +194,7 @@ class Cache:
         return self._access.get().counters
 
     @property
-    def manifests(self) -> Path | None:
+    def _manifests(self) -> Path | None:
         """The folder in which datasets keep their listings. `clear` deletes these too.
 
         None, with a RuntimeWarning, if other users may have written them: a forged listing would change the
@@ -207,12 +207,12 @@ class Cache:
 
     def lookup(self, key: bytes) -> Entry | None:
         """Return the index entry of `key`, or None (a miss, counted). Reads no payload."""
-        (entry,) = self.find_all([key])
+        (entry,) = self._find_all([key])
         if entry is None:
             self.counters.add("cache.misses")
         return entry
 
-    def find_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+    def _find_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """Return the index entry of each key, or None, at the price of few. No miss is counted."""
         access = self._access.get()
         directory = access.open()
@@ -231,10 +231,10 @@ class Cache:
                 entries.append(None)
         return entries
 
-    def locate(self, keys: Sequence[bytes]) -> Places:
+    def _locate(self, keys: Sequence[bytes]) -> Places:
         """Return where the records of these keys lie, for the kernel, which reads and verifies them itself.
 
-        No miss is counted. Records that the kernel has used are counted by `count_hits`.
+        No miss is counted. Records that the kernel has used are counted by `_count_hits`.
         """
         access = self._access.get()
         directory = access.open()
@@ -245,15 +245,15 @@ class Cache:
                 access.report(error)
         return Places.none(len(keys))
 
-    def count_hits(self, count: int, nbytes: int) -> None:
-        """Count records that were read where `locate` has found them, and the bytes of their payloads."""
+    def _count_hits(self, count: int, nbytes: int) -> None:
+        """Count records that were read where `_locate` has found them, and the bytes of their payloads."""
         self.counters.merge({"cache.hits": count, "cache.bytes": nbytes})
 
     def has(self, key: bytes) -> bool:
         """Return whether the index has `key`. No miss is counted, because nobody wanted the payload."""
-        return self.find_all([key])[0] is not None
+        return self._find_all([key])[0] is not None
 
-    def will_need(self, entry: Entry) -> None:
+    def _will_need(self, entry: Entry) -> None:
         """Ask the kernel to read the record ahead."""
         directory = self._access.get().open()
         if directory is not None:
@@ -315,15 +315,15 @@ class Cache:
             kept = False
         if not kept:
             access.counters.add("cache.dropped")
-            self.unlock_inflight(key)
+            self._unlock_inflight(key)
         return kept
 
-    def lock_inflight(self, key: bytes) -> bool:
+    def _lock_inflight(self, key: bytes) -> bool:
         """Take the in-flight lock of `key`, before its object is read from the store.
 
         False when the read is not needed: the cache has the payload now, or another process or thread has the
         lock and is reading it. The lock ends when the payload can be looked up or was dropped, with
-        `unlock_inflight`, or with this process. If the cache cannot be used, every call succeeds.
+        `_unlock_inflight`, or with this process. If the cache cannot be used, every call succeeds.
         """
         directory = self._access.get().open()
         if directory is None or directory.inflight is None:
@@ -338,14 +338,14 @@ class Cache:
             directory.inflight.unlock(key)
         return not known
 
-    def unlock_inflight(self, key: bytes) -> None:
+    def _unlock_inflight(self, key: bytes) -> None:
         """Give back an in-flight lock whose payload will not be written. A closed cache holds none."""
         access = self._access.peek()
         directory = None if access is None else access.opened
         if directory is not None and directory.inflight is not None:
             directory.inflight.unlock(key)
 
-    def fits(self, nbytes: int) -> Fit:
+    def _fits(self, nbytes: int) -> Fit:
         """Return whether a payload of that size would be kept.
 
         "yes"; "too large" for a record or for the rest of `size_limit`, where smaller payloads are kept;
@@ -366,14 +366,14 @@ class Cache:
         count = directory.index.count()
         return "full" if count and left < used / count else "too large"
 
-    def keeps(self, nbytes: int) -> bool:
+    def _keeps(self, nbytes: int) -> bool:
         """Return whether `write` would now take a payload of that size. Why not, is warned of once."""
         access = self._access.get()
         directory = access.open()
         if directory is None or not access.is_writable(directory):
             return False
         try:
-            return self.fits(nbytes) == "yes"
+            return self._fits(nbytes) == "yes"
         except (OSError, lmdb.Error) as error:
             access.report(error)
             return False
@@ -389,7 +389,7 @@ class Cache:
     ) -> bool:
         view = memoryview(payload)
         writer = directory.writer
-        if not self.keeps(len(head) + view.nbytes) or writer is None or len(key) != KEY_SIZE:
+        if not self._keeps(len(head) + view.nbytes) or writer is None or len(key) != KEY_SIZE:
             return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are those that the caller handed over,
@@ -406,20 +406,20 @@ class Cache:
         self._access.get().close()
 
     @property
-    def is_open(self) -> bool:
+    def _is_open(self) -> bool:
         """Whether this process has the directory open through this object."""
         access = self._access.peek()
         return access is not None and access.opened is not None
 
     @property
-    def has_failed(self) -> bool:
+    def _has_failed(self) -> bool:
         """Whether this process passes through: it found no way to open the directory, or to write to it."""
         access = self._access.peek()
         return access is not None and access.has_failed
 
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
-    def open_or_raise(self) -> Directory:
+    def _open_or_raise(self) -> Directory:
         """Return the opened directory, after all queued payloads were written.
 
         Raises:
@@ -432,7 +432,7 @@ class Cache:
 
         Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
         index_bytes, segments, disk_free. The modes of the entries are not known: the mode is a part of the
-        key's digest. `dct_share` looks into some of them.
+        key's digest.
 
         Raises:
             CacheError: the directory cannot be opened.
@@ -444,7 +444,7 @@ class Cache:
         """Return whether the directory has ever been used as a cache of this format."""
         return (Path(self.path) / FOLDER).is_dir()
 
-    def dct_share(self) -> float | None:
+    def _dct_share(self) -> float | None:
         """Return the share of the records that hold images as mode "dct" keeps them, estimated from a few.
 
         None: there are no records.
@@ -482,7 +482,7 @@ class Cache:
         return 0 if directory is None else maintenance.clear(directory)
 
     def _existing(self) -> Directory | None:
-        return self.open_or_raise() if self.exists() else None
+        return self._open_or_raise() if self.exists() else None
 
 
 def _drop(directory: Directory, key: bytes, entry: Entry) -> None:

@@ -76,7 +76,7 @@ def push(
         CacheError: there is no cache, its disk has no room for a pack, or the URL holds other data.
         StoreError: the store failed, or takes no writes.
     """
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     published, sources, done = Published(store), sources_of(cache), Pushed()
     keys = set[bytes]()  # of what is published
     todo = _entries(directory)
@@ -265,7 +265,7 @@ def pull(
             f"{store.url} holds no packs of a cache{other}: fastload cache push writes them", stage="list"
         )
     published.refuse_others(sources)
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     if directory.readonly:
         raise CacheError(f"cache {cache.path} {directory.readonly}: nothing can be pulled into it")
     packs = list(published.packs.values())
@@ -276,7 +276,7 @@ def pull(
     lengths = [pack.lengths[each] for pack, each in zip(packs, missing, strict=True)]
     total, average = sum(int(each.sum()) for each in lengths), int(np.mean(np.concatenate([[0], *lengths])))
     pulling = _Pulling(cache, directory, store, done, BESIDE_TRAINING if beside_training else ALONE)
-    if total and cache.fits(average) == "yes":
+    if total and cache._fits(average) == "yes":
         spans = chain.from_iterable(map(pulling.spans, packs, missing))
         pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     if directory.writer is not None and directory.writer.error is not None:
@@ -284,7 +284,7 @@ def pull(
     left = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
     done.left = _count(left)
     done.records = min(done.records, _count(missing) - done.left)  # the writer may have dropped the last ones
-    full = cache.fits(average) != "yes"
+    full = cache._fits(average) != "yes"
     done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if full or not lacked.any()]
     return done
 
@@ -397,7 +397,7 @@ class _Pulling:
                 continue
             if self._cache.write(record.key, payload, _WRITE_SECONDS):
                 written.append(record.length)
-            elif self._cache.fits(record.length) != "too large":
+            elif self._cache._fits(record.length) != "too large":
                 self._full = True
                 break
         self._cache.flush(_WRITE_SECONDS)  # its bytes are in memory until then

@@ -62,7 +62,7 @@ class Listings:
     def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
         """Return those of a dataset with this cache."""
         parse_duration(max_age, "listing_max_age")  # before a warning about the folder
-        return cls(None if cache is None else cache.manifests, max_age)
+        return cls(None if cache is None else cache._manifests, max_age)
 
     def __fingerprint__(self) -> tuple[()]:
         """Return nothing: no sample depends on where a listing comes from: see `datasets.fingerprint`."""

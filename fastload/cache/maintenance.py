@@ -205,7 +205,7 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 
 
 def _manifests(directory: Directory) -> list[Path]:
-    """Return the files that datasets keep beside the segments, in `Cache.manifests`."""
+    """Return the files that datasets keep beside the segments, in `Cache._manifests`."""
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []

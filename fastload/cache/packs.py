@@ -244,7 +244,7 @@ class Published:
 
 def sources_of(cache: Cache) -> frozenset[str]:
     """Return the identities of the places that the datasets of this cache list."""
-    folder = cache.manifests
+    folder = cache._manifests
     if folder is None or not folder.is_dir():
         return frozenset()
     return frozenset(manifest.identity for manifest in latest(folder))

@@ -379,7 +379,7 @@ def _push(job: Job) -> _Result:
     store = job.cache.remote
     assert store is not None
     with _alone(job.cache, PUSHING):
-        entries = job.cache.open_or_raise().index.count()
+        entries = job.cache._open_or_raise().index.count()
         done = push(job.cache, store) if entries != job.entries else Pushed()
         return _Result(done.records, entries=entries)
 
@@ -387,7 +387,7 @@ def _push(job: Job) -> _Result:
 @contextlib.contextmanager
 def _alone(cache: Cache, name: str) -> Iterator[None]:
     """Wait for other trainers that do the same here: they lock the file of this name."""
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     if directory.readonly:
         raise CacheError(f"cache {cache.path} {directory.readonly}")
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

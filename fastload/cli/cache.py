@@ -109,11 +109,11 @@ def info(directory: Directory) -> InfoReport:
     # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
     del known["mode"], known["size_limit"]
     sources = _sources(cache) if known["exists"] else []
-    return InfoReport(**known, dct_share=cache.dct_share(), sources=sources)
+    return InfoReport(**known, dct_share=cache._dct_share(), sources=sources)
 
 
 def _sources(cache: Any) -> list[ListedSource]:
-    if cache.manifests is None or not cache.manifests.is_dir():
+    if cache._manifests is None or not cache._manifests.is_dir():
         return []
     from fastload.cache.listings import latest
 
@@ -124,7 +124,7 @@ def _sources(cache: Any) -> list[ListedSource]:
             bytes=listing.total_bytes,
             listed_at=listing.listed_at,
         )
-        for listing in latest(cache.manifests)
+        for listing in latest(cache._manifests)
     ]
 
 

@@ -180,7 +180,7 @@ def as_command(command: Callable[..., Report]) -> Callable[..., None]:
 def check_usable(cache: Any) -> None:
     """Check the cache before any listing. Unlike training, this command cannot continue without it."""
     try:
-        cache.open_or_raise()
+        cache._open_or_raise()
     except OSError as error:
         if isinstance(error, CacheError):
             raise

@@ -83,7 +83,7 @@ class Target:
         check_usable(kept)
         kind = find_kind(self.url, self.storage_options, self.source.kind)
         fields = self.source.fields or ""
-        if kind == "tfrecord" and not fields and kept.codec.wants_images:
+        if kind == "tfrecord" and not fields and kept._codec.wants_images:
             raise ArgumentError(
                 f"mode {str(self.cached.mode)!r} keeps the fields of a record: pass those of your script, "
                 "as in --fields image:bytes,label:int"
@@ -94,7 +94,7 @@ class Target:
                 "let its first epoch fill the cache"
             )
         # Records that a cache can only keep of images are for transforms that decode them.
-        crop = kept.codec.wants_images and kept.codec.lossless and kind in (OBJECTS, "tfrecord")
+        crop = kept._codec.wants_images and kept._codec.lossless and kind in (OBJECTS, "tfrecord")
         dataset = open_dataset(
             self.url,
             kind,

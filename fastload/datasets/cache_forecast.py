@@ -243,7 +243,7 @@ class Forecaster:
     def _room_unless_failed(self) -> Room | None:
         """Return the room for records; None: the cache has failed, and says itself what is wrong, once."""
         try:
-            return None if self._cache.has_failed else self.room()
+            return None if self._cache._has_failed else self.room()
         except (CacheError, OSError):
             return None
 
@@ -269,7 +269,7 @@ class Forecaster:
         if tries:
             return self._try(image)
         form = decode.to_dct if self._form == "record" else decode.Unindexed.of
-        return form(image) if self._cache.keeps(memoryview(image).nbytes) else image
+        return form(image) if self._cache._keeps(memoryview(image).nbytes) else image
 
     def _try(self, image: Any) -> Any:
         """Return the record of an image; the last of the first ones makes the choice."""

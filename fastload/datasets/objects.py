@@ -189,7 +189,7 @@ class ObjectDataset(StoreDataset):
     @property
     def _crop_hash(self) -> int:
         crops = self._builder.transforms.crops.values() if self._builder.fused else ()
-        return next((crop.number for crop in crops), 0)
+        return next((crop._number for crop in crops), 0)
 
     def _check_transform(self, transform: Any) -> None:
         super()._check_transform(transform)
@@ -198,7 +198,7 @@ class ObjectDataset(StoreDataset):
             raise needs_files(codec, transform)
 
     def _known_images(self, transform: Any) -> Images:
-        fused = all(isinstance(item, Crop) and not item.own_values for item in all_transforms(transform))
+        fused = all(isinstance(item, Crop) and not item._own_values for item in all_transforms(transform))
         return self._unless_overridden() if fused and self.decode is None else Images.UNKNOWN
 
     def _unless_overridden(self) -> Images:
@@ -215,7 +215,7 @@ class ObjectDataset(StoreDataset):
                 "the dataset's transform has to be fastload's RandomResizedCrop or CenterCrop, without any "
                 f"decode=; found transform={self.transform!r}, decode={self.decode!r}"
             )
-        if not all(transform.runs_on_device for transform in transforms):
+        if not all(transform._runs_on_device for transform in transforms):
             return (
                 "the device makes RGB by interpolation='bilinear', of RandomResizedCrop and CenterCrop "
                 f"themselves, with Normalize as batch_transform=; found transform={self.transform!r}"

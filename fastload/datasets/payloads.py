@@ -61,7 +61,7 @@ class ObjectPayloads:
         kept: KeptImages = NO_IMAGES,
         layout: tuple[str, ...] = (),
     ) -> None:
-        self.codec: CacheCodec = Raw() if cache is None else cache.codec.for_images(images)
+        self.codec: CacheCodec = Raw() if cache is None else cache._codec.for_images(images)
         self._decode = decode
         self.asks_for_key = asks_for_key(decode)
         self._kept = kept

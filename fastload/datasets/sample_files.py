@@ -330,7 +330,7 @@ class RowFields(SampleFields):
 
     def transform_list(self, value: Any, crop: Crop, rng: Rng) -> list[Any]:
         pictures = [item if type(item) is Picture else Picture(item) for item in value]
-        return [_named(picture, lambda source: crop.draw(source, rng)[0]) for picture in pictures]
+        return [_named(picture, lambda source: crop._draw(source, rng)[0]) for picture in pictures]
 
 
 def _named(picture: Picture, make: Callable[[Any], Any]) -> Any:

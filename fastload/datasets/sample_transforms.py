@@ -112,17 +112,17 @@ class FieldTransforms:
     def fills_rows(self) -> bool:
         """Whether images are written straight into the batch: all that have a fused transform."""
         crops = self.crops.values()
-        return bool(crops) and all(crop.fills_rows for crop in crops)
+        return bool(crops) and all(crop._fills_rows for crop in crops)
 
     @property
     def is_random(self) -> bool:
         """Whether fused transforms draw from the seed of the sample, in this epoch."""
-        return self.fills_rows and any(crop.draws for crop in self.crops.values())
+        return self.fills_rows and any(crop._draws for crop in self.crops.values())
 
     @property
     def crop_hash(self) -> int:
         """A number of what fused transforms do in this epoch; 0: there are none."""
-        numbers = sorted((name, crop.number) for name, crop in self.crops.items())
+        numbers = sorted((name, crop._number) for name, crop in self.crops.items())
         return xxhash.xxh3_64_intdigest(repr(numbers).encode()) if self.fills_rows else 0
 
     @property
@@ -255,7 +255,7 @@ class FieldTransforms:
         """Warn. It is no error, for a PNG with a palette or in grey may well be a photo."""
         if self._masks_seen or len(images) < 2:
             return
-        masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
+        masks = [name for name in crops if not crops[name]._own_values and _may_be_mask(fields[name])]
         if masks:
             self._masks_seen = True
             _log.warning(
@@ -320,7 +320,7 @@ def is_cropped(transform: Any) -> bool:
     """Return whether a fused transform interpolates an image, in any epoch."""
     parts = transform.values() if isinstance(transform, Mapping) else [transform]
     return any(
-        isinstance(each, Crop) and not each.own_values for part in parts for each in all_transforms(part)
+        isinstance(each, Crop) and not each._own_values for part in parts for each in all_transforms(part)
     )
 
 
@@ -331,7 +331,7 @@ def always_fused(names: Collection[str], transform: Any) -> bool:
 
 
 def _needs_own_values(transform: Any) -> bool:
-    return any(isinstance(each, Crop) and each.own_values for each in all_transforms(transform))
+    return any(isinstance(each, Crop) and each._own_values for each in all_transforms(transform))
 
 
 def check_cut_alike(transform: Any) -> None:
@@ -347,7 +347,7 @@ def check_cut_alike(transform: Any) -> None:
         crops = {name: part for name, part in parts.items() if isinstance(part, Crop)}
         for name, crop in crops.items():
             first = next(iter(crops))
-            if crop.law != crops[first].law:
+            if crop._law != crops[first]._law:
                 raise ArgumentError(
                     f"transform[{first!r}] and transform[{name!r}] must cut alike, for a sample with a mask: "
                     "give both the same scale, ratio and flip, or resize= in the same proportion; found "
@@ -371,7 +371,7 @@ def transform_together(crops: Mapping[str, Crop], fields: Mapping[str, Any]) -> 
     seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     for name, crop in crops.items():
         with _naming(name):
-            made[name], size = crop.draw(fields[name], SampleRng(seed), first)
+            made[name], size = crop._draw(fields[name], SampleRng(seed), first)
         if _any_mask(crops) and first is None:
             first = size
     return made
@@ -393,7 +393,7 @@ def fill_together(
     bad: dict[int, DecodeError] = {}
     sizes: list[Size | None] | None = [None] * len(rows) if len(crops) > 1 and _any_mask(crops) else None
     for name, encoded in images.items():
-        for position, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
+        for position, error in crops[name]._fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
             if len(crops) > 1:
                 _name(error, name)
             bad.setdefault(position, error)
@@ -401,7 +401,7 @@ def fill_together(
 
 
 def _any_mask(crops: Mapping[str, Crop]) -> bool:
-    return any(crop.own_values for crop in crops.values())
+    return any(crop._own_values for crop in crops.values())
 
 
 def _name(error: DecodeError, name: str) -> None:

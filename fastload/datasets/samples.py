@@ -296,7 +296,7 @@ class SampleBuilder:
         if not self._image or batch.encoded or self.transforms.runs_user_code:
             return None
         crop = self.transforms.crop_for(self._image)
-        return crop if crop.box_law is not None else None
+        return crop if crop._box_law is not None else None
 
     def note_made(self, batch: RowBatch, rows: list[int], records: list[int]) -> None:
         """Write the rest of samples whose images are in their rows."""
@@ -315,7 +315,7 @@ class SampleBuilder:
         made = dict(batch.rest[row])
         for name, crop in batch.crops.items():
             if name in made:
-                made[name] = crop.as_sample(batch.columns[name][row])
+                made[name] = crop._as_sample(batch.columns[name][row])
         for name, column in batch.values.items():
             made[name] = column[row] if isinstance(column, list) else column[row].item()
         return self._shaped(made)

@@ -34,6 +34,7 @@ from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
 from fastload.datasets.warm import Filling, ToRead, Warmed, find_missing
+from fastload.distributed.frameworks import warn_of_trainer
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
@@ -345,7 +346,7 @@ class StoreDataset(Dataset[Any]):
         if self.cache is None:
             self._set_payloads([item.with_codec(Raw()) if item.codec.lossless else item for item in payloads])
         elif any(item.codec.chooses for item in payloads):
-            was_open = self.cache.is_open  # by another dataset, which may be reading
+            was_open = self.cache._is_open  # by another dataset, which may be reading
             share = self._share_kept()
             self._set_payloads([item.with_codec(item.codec.without_choice()) for item in payloads])
             raw_share = self._share_kept()
@@ -386,6 +387,7 @@ class StoreDataset(Dataset[Any]):
         return ProcessLocal(self._new_prefetcher)
 
     def _new_prefetcher(self) -> Prefetcher:
+        warn_of_trainer(type(self).__name__)
         encode = self._encoder()
         if self.cache is not None and self._amount[1]:
             encode = self._forecasters.get().watch(encode)

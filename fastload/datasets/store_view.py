@@ -136,7 +136,7 @@ class StoreView(PlainView):
         return [index for position, index in enumerate(indices) if position not in located]
 
     def _locate(self, cache: Cache, records: NDArray[np.int64]) -> Places:
-        return cache.locate(self.dataset._keys.get().of(records))
+        return cache._locate(self.dataset._keys.get().of(records))
 
     def form(self) -> Any:
         return self.dataset._builder.structure
@@ -215,7 +215,7 @@ class StoreView(PlainView):
         images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
         rows, records, lengths = rows[places.here], records[places.here], places.table["length"]
         seeds = sample_seeds(seed, epoch, records)
-        job = crop.begin_rows(images, rows, places.table, seeds, pixels=pixels, owner=places)
+        job = crop._begin_rows(images, rows, places.table, seeds, pixels=pixels, owner=places)
         failed, reading, decoding = job.finish()
         made: Any = ~np.isin(rows, failed) if failed else slice(None)
         made_rows, made_records = rows[made].tolist(), records[made].tolist()
@@ -225,7 +225,7 @@ class StoreView(PlainView):
         prefetcher = dataset._prefetchers.peek()
         requested, missed = (0, set[int]()) if prefetcher is None else prefetcher.forget_made(made_records)
         hits = lengths[made] if not missed else lengths[made][~np.isin(records[made], list(missed))]
-        dataset.cache.count_hits(len(hits), int(hits.sum()))
+        dataset.cache._count_hits(len(hits), int(hits.sum()))
         dataset.counters.add("get.ahead", len(made_rows) if threads() else requested)  # see `_read_ahead`
         return set(made_rows)
 

@@ -92,7 +92,7 @@ class Filling:
                     return
         finally:
             for index in self._requested:
-                self._cache.unlock_inflight(self._key(index))
+                self._cache._unlock_inflight(self._key(index))
             self._prefetcher.close()
             self._cache.flush()
 
@@ -114,9 +114,9 @@ class Filling:
             key = self._key(index)
             if self._cache.lookup(key) is not None:
                 yield Warmed(index, "present")
-            elif self._cache.codec.lossless and self._cache.fits(self._size(index)) == "too large":
+            elif self._cache._codec.lossless and self._cache._fits(self._size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
-            elif self._cache.lock_inflight(key) or unlocked:
+            elif self._cache._lock_inflight(key) or unlocked:
                 self._requested.append(index)
                 self._new.append(index)
                 if len(self._new) >= _TOGETHER:
@@ -138,7 +138,7 @@ class Filling:
         try:
             payload = self._prefetcher.get(index)
         except FastloadError as error:
-            self._cache.unlock_inflight(key)
+            self._cache._unlock_inflight(key)
             if not isinstance(error, _BAD):
                 raise
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
@@ -181,7 +181,7 @@ def put(cache: Cache, key: bytes, payload: Any) -> Outcome:
     if cache.write(key, payload, wait=_DISK_SECONDS):
         return "stored"
     cache.flush()  # records in the queue may be counted twice; now it is known what is left
-    fit = cache.fits(memoryview(payload).nbytes)
+    fit = cache._fits(memoryview(payload).nbytes)
     if fit == "yes" and cache.write(key, payload, wait=_DISK_SECONDS):
         return "stored"
     if fit == "yes" or cache.counters["cache.failures"]:

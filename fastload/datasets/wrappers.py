@@ -167,7 +167,7 @@ def cached(dataset: Dataset[Any], cache: Cache | str | os.PathLike[str]) -> Cach
     kept_in = as_cache(cache)
     if kept_in is None:
         raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
-    if not kept_in.codec.keeps_samples:
+    if not kept_in._codec.keeps_samples:
         raise ArgumentError(
             f"cache mode {kept_in.mode!r} is for the encoded images of fastload's datasets, and cached() "
             "keeps samples: leave mode= out, or give 'raw'"

@@ -262,10 +262,10 @@ class SampleReads:
         if self._cache is None or not reads:
             return
         keys = [self._source.cache_key(read.index) for read in reads]
-        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+        for read, key, entry in zip(reads, keys, self._cache._find_all(keys), strict=True):
             read.key, read.entry = key, entry
             if entry is not None:
-                self._cache.will_need(entry)
+                self._cache._will_need(entry)
 
     def plan(self, reads: Sequence[Read]) -> list[Request]:
         """Return the requests that read these samples from the store."""
@@ -320,21 +320,21 @@ class SampleReads:
         if self._cache is None or read.key is None or read.locked or read.overdue:
             return True
         with self._reserving:  # the threads that read its ranges take it once
-            read.locked = read.locked or self._cache.lock_inflight(read.key)
+            read.locked = read.locked or self._cache._lock_inflight(read.key)
         return read.locked
 
     def release(self, read: Read) -> None:
         """Give the in-flight lock back of a sample that will not be written."""
         if self._cache is not None and read.key is not None and read.locked:
             read.locked = False
-            self._cache.unlock_inflight(read.key)
+            self._cache._unlock_inflight(read.key)
 
     def found_meanwhile(self, reads: Sequence[Read]) -> list[Any]:
         """Return the samples as another run has written them, None for each that it has not yet."""
         assert self._cache is not None
         keys = [read.key or b"" for read in reads]
         payloads = []
-        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+        for read, key, entry in zip(reads, keys, self._cache._find_all(keys), strict=True):
             payloads.append(None if entry is None else self._cache.read(key, entry))
             read.missed = read.missed or (entry is not None and payloads[-1] is None)  # it was counted
         return payloads
@@ -380,14 +380,14 @@ class SampleReads:
         if self._cache is not None and read.key is not None:
             if isinstance(payload, Unindexed):
                 # Not with `read`, which holds the payload: that would be a circle.
-                payload.bind(partial(self._write, read.key), partial(self._cache.unlock_inflight, read.key))
+                payload.bind(partial(self._write, read.key), partial(self._cache._unlock_inflight, read.key))
             else:
                 self._cache.write(read.key, payload)
         return payload
 
     def _write(self, key: bytes, file: Unindexed) -> None:
         assert self._cache is not None
-        self._cache.write(key, file.data, head=file.index() if self._cache.keeps(file.nbytes) else b"")
+        self._cache.write(key, file.data, head=file.index() if self._cache._keeps(file.nbytes) else b"")
 
     # --- the requests to the store
 

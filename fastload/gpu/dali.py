@@ -392,7 +392,7 @@ def _regions(
     crop = encoded.crop
     low, high = encoded.boxes[rows, 1::-1], encoded.boxes[rows, 3:1:-1]
     limits = encoded.sizes[rows, ::-1]
-    reach = 0 if crop.clamp else np.ceil(np.maximum(1, (high - low) / (crop.height, crop.width))) + 1
+    reach = 0 if crop._clamp else np.ceil(np.maximum(1, (high - low) / (crop.height, crop.width))) + 1
     start = np.maximum(0, np.floor(low) - reach).astype(np.int32)
     end = np.minimum(limits, np.ceil(high) + reach).astype(np.int32)
     low, high = (low - start).astype(np.float32), (high - start).astype(np.float32)

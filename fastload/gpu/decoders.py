@@ -332,8 +332,8 @@ def _resize(
     origins = to_device(np.array([(p.left, p.top) for p in pictures]), device)
     x0, y0, x1, y1 = boxes.unbind(1)
     height, width = planes[0].shape[1:]
-    across = _weights(x0, x1, crop.width, width, origins[:, 0], sizes[:, 0], crop.clamp)
-    down = _weights(y0, y1, crop.height, height, origins[:, 1], sizes[:, 1], crop.clamp)
+    across = _weights(x0, x1, crop.width, width, origins[:, 0], sizes[:, 0], crop._clamp)
+    down = _weights(y0, y1, crop.height, height, origins[:, 1], sizes[:, 1], crop._clamp)
     ends = sizes - origins
     resized = []
     for plane, (h, v) in zip(planes, layout.factors, strict=True):

@@ -107,16 +107,14 @@ class Crop(ABC):
 
     Attributes:
         sample_shape: (channels, H, W), or (H, W, channels) with channels_last.
-        clamp: True leaves pixels outside the box out of the filter (crop, then resize); False includes them
-            (resize, then crop).
-        fills_rows: whether all results have `sample_shape`, so that they can be written into a batch; where
-            not, a dataset calls the transform with each encoded image.
-        draws: whether the box depends on random numbers.
     """
 
-    clamp: bool
-    fills_rows = True
-    draws = True
+    # Whether pixels outside the box are left out of the filter: crop, then resize; False: resize, then crop.
+    _clamp: bool
+    # Whether all results have `sample_shape`, so that they can be written into a batch. If not, the transform
+    # is called with each encoded image.
+    _fills_rows = True
+    _draws = True  # whether the box depends on random numbers
     _max_pixels = MAX_PIXELS  # of an image; a larger one is refused before it is decoded
 
     def __init__(
@@ -136,13 +134,13 @@ class Crop(ABC):
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
-        return self.shape_of(self.height, self.width)
+        return self._shape_of(self.height, self.width)
 
-    def shape_of(self, height: int, width: int) -> tuple[int, int, int]:
+    def _shape_of(self, height: int, width: int) -> tuple[int, int, int]:
         """Return the shape of a result of that size."""
         return (height, width, self.channels) if self.channels_last else (self.channels, height, width)
 
-    def result_size(self, width: int, height: int) -> tuple[int, int]:
+    def _result_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (height, width) of the result for an image of that size."""
         return self.height, self.width
 
@@ -154,38 +152,38 @@ class Crop(ABC):
         return torch.uint8
 
     @property
-    def own_values(self) -> bool:
+    def _own_values(self) -> bool:
         """Return whether it needs the image's own values, not those of a smaller or re-encoded copy."""
         return self.interpolation == "nearest" or self.channels == 1
 
     @property
-    def runs_on_device(self) -> bool:
+    def _runs_on_device(self) -> bool:
         """Return whether a decoder on the device does the same."""
-        return not self.own_values
+        return not self._own_values
 
     @property
     @abstractmethod
-    def law(self) -> tuple[Any, ...]:
+    def _law(self) -> tuple[Any, ...]:
         """Return the geometry: equal where two transforms take the same part of an image."""
 
     @property
-    def box_law(self) -> BoxLaw | None:
+    def _box_law(self) -> BoxLaw | None:
         """Return how the kernel chooses the boxes of uint8 rows by itself; None where Python has to do it."""
         return None
 
     @property
-    def number(self) -> int:
+    def _number(self) -> int:
         """Return 64 bits that differ where other pixels come out, of the same image and random numbers."""
-        what = self.law, self.height, self.width, self.interpolation, self.channels
+        what = self._law, self.height, self.width, self.interpolation, self.channels
         return xxhash.xxh3_64_intdigest(repr(what).encode())
 
     @abstractmethod
-    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+    def _box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         """Choose the box for an image of that size."""
 
-    def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
+    def _scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
         """Return the box for an image that is cut like one of size `first`, with its proportions."""
-        chosen = self.box_for(*first, rng)
+        chosen = self._box_for(*first, rng)
         across, down = width / first[0], height / first[1]
         x0, y0, x1, y1 = chosen.box
         right, bottom = min(width, x1 * across), min(height, y1 * down)
@@ -221,7 +219,7 @@ class Crop(ABC):
             try:
                 first = None if sizes is None else sizes[k]
                 image = images[k]
-                source, width, height, chosen = self.choose_box(image, SampleRng(seeds[k]), first)
+                source, width, height, chosen = self._choose_box(image, SampleRng(seeds[k]), first)
                 if sizes is not None and first is None:
                     sizes[k] = width, height
                 encoded = source is image or isinstance(source, memoryview)
@@ -229,13 +227,13 @@ class Crop(ABC):
                     room = (image.index_room(height),) if isinstance(image, Unindexed) else ()
                     return (k, source, *chosen.box, chosen.flip, *room)
                 # Already decoded (a PNG, say): used at once, so that a thread has one such image in memory.
-                self.render_one(out[k], source, chosen)
+                self._render_one(out[k], source, chosen)
             except DecodeError as error:
                 failures[k] = error
             return None
 
         items = _map_rows(begin, images)
-        failures.update(self.render(out, [item for item in items if item is not None]))
+        failures.update(self._render(out, [item for item in items if item is not None]))
         return sorted(failures.items())
 
     def _check_rows(self, out: np.ndarray[Any, Any], count: int, dtype: np.dtype[Any]) -> None:
@@ -256,22 +254,22 @@ class Crop(ABC):
         Raises:
             DecodeError: the image cannot be decoded.
         """
-        return self.draw(image, TorchRng())[0]
+        return self._draw(image, TorchRng())[0]
 
-    def draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[torch.Tensor, Size]:
-        """Transform one image; (result, size of the image). `first`: as in `choose_box`."""
+    def _draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[torch.Tensor, Size]:
+        """Transform one image; (result, size of the image). `first`: as in `_choose_box`."""
         import torch
 
         out, size = self._pixels(image, rng, first)
         return torch.from_numpy(out), size
 
     def _pixels(self, image: Any, rng: Rng, first: Size | None) -> tuple[Pixels, Size]:
-        source, width, height, chosen = self.choose_box(image, rng, first)
-        out = np.empty(self.shape_of(*self.result_size(width, height)), np.uint8)
-        self.render_one(out, source, chosen)
+        source, width, height, chosen = self._choose_box(image, rng, first)
+        out = np.empty(self._shape_of(*self._result_size(width, height)), np.uint8)
+        self._render_one(out, source, chosen)
         return out, (width, height)
 
-    def choose_box(
+    def _choose_box(
         self, image: Source, rng: Rng, first: Size | None = None
     ) -> tuple[Source, int, int, CropBox]:
         """Choose where to cut an image. A JPEG is not decoded for it: its header has the size.
@@ -297,15 +295,15 @@ class Crop(ABC):
             open_source = open_image if self.channels == 3 else open_grey
             source, width, height = open_source(image, self._max_pixels, self.strict)
         if first is None or first == (width, height):
-            return source, width, height, _noted(self.box_for(width, height, rng), rng)
+            return source, width, height, _noted(self._box_for(width, height, rng), rng)
         if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
             raise DecodeError(
                 f"it has {width} x {height} pixels, and the first image of its sample {first[0]} x "
                 f"{first[1]}: images that are cut alike must have the same proportions"
             )
-        return source, width, height, _noted(self.scaled_box(width, height, first, rng), rng)
+        return source, width, height, _noted(self._scaled_box(width, height, first, rng), rng)
 
-    def fill_rows(
+    def _fill_rows(
         self,
         images: NDArray[Any],
         rows: list[int],
@@ -327,7 +325,7 @@ class Crop(ABC):
             images[rows] = out
         return failures
 
-    def begin_rows(
+    def _begin_rows(
         self,
         images: NDArray[np.uint8],
         rows: NDArray[np.int64],
@@ -339,40 +337,40 @@ class Crop(ABC):
     ) -> RowJob:
         """Begin to make rows of a batch from records of a cache, without Python's work on each of them.
 
-        The rows are those of `fill_rows`, to the bit. The threads of `kernel.set_threads` make them.
+        The rows are those of `_fill_rows`, to the bit. The threads of `kernel.set_threads` make them.
 
         Args:
             images: (n, *sample_shape) uint8, the whole batch. Nobody else writes these rows before `finish`.
             rows: of each record.
-            places: where the records lie: `Cache.locate(keys).table`.
+            places: where the records lie: `Cache._locate(keys).table`.
             seeds: of each record, as in `fill`.
             pixels: the cache is in mode "decoded".
-            owner: keeps the segments open: the result of `Cache.locate`.
+            owner: keeps the segments open: the result of `Cache._locate`.
         """
-        law = None if _notes.get() is not None else self.box_law
+        law = None if _notes.get() is not None else self._box_law
         if law is None:
             return RowJob(rows.tolist(), None)
-        options = pixels, self.channels_last, self.clamp, self._max_pixels, self.strict
+        options = pixels, self.channels_last, self._clamp, self._max_pixels, self.strict
         return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
 
-    def as_sample(self, row: torch.Tensor) -> torch.Tensor:
+    def _as_sample(self, row: torch.Tensor) -> torch.Tensor:
         """Return a row of a batch, as `__call__` gives it."""
         return row
 
-    def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
+    def _render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
         """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
         grey = self.channels == 1
         size = out.shape[1:3] if self.channels_last else out.shape[2:4]
         into = np.empty((len(out), 3, *size), np.uint8) if grey else out
         failures = active().crop_resize(
-            into, items, self.channels_last and not grey, self.clamp, self._max_pixels, self.strict
+            into, items, self.channels_last and not grey, self._clamp, self._max_pixels, self.strict
         )
         if grey:  # the kernel makes RGB of it, with three equal channels
             written = [item[0] for item in items]
             out[written] = into[written, 0, ..., None] if self.channels_last else into[written, :1]
         return [(row, DecodeError(reason)) for row, reason in failures]
 
-    def render_one(self, out: np.ndarray[Any, Any], source: Source, chosen: CropBox) -> None:
+    def _render_one(self, out: np.ndarray[Any, Any], source: Source, chosen: CropBox) -> None:
         """Decode, crop and resize one image into `out`; the frame around `inner` is black.
 
         Raises:
@@ -383,11 +381,11 @@ class Crop(ABC):
         if chosen.inner is not None:
             top, left, height, width = chosen.inner
             rows, columns = slice(top, top + height), slice(left, left + width)
-            box = np.empty(self.shape_of(height, width), np.uint8)
+            box = np.empty(self._shape_of(height, width), np.uint8)
         if self.interpolation == "nearest":
             self._take_nearest(box, source, chosen, height, width)
         else:
-            for _, error in self.render(box[None], [(0, source, *chosen.box, chosen.flip)]):
+            for _, error in self._render(box[None], [(0, source, *chosen.box, chosen.flip)]):
                 raise error
         if chosen.turn:
             box[:] = np.flip(box, 0 if self.channels_last else 1).copy()

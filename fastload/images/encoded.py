@@ -130,14 +130,14 @@ class EncodedBatch:
         return failures
 
     def _fill_row(self, row: int, image: Source, seed: int) -> None:
-        source, width, height, chosen = self._crop.choose_box(image, SampleRng(seed))
+        source, width, height, chosen = self._crop._choose_box(image, SampleRng(seed))
         self._sizes[row], self._boxes[row], self._flips[row] = (width, height), chosen.box, chosen.flip
         # A small image in a black frame is decoded here: a decoder can only fill whole rows.
         if chosen.inner is None and not isinstance(source, np.ndarray) and self._is_taken(source):
             self._sources[row] = source
             return
         pixels = np.empty(self._crop.sample_shape, np.uint8)
-        self._crop.render_one(pixels, source, chosen)
+        self._crop._render_one(pixels, source, chosen)
         self._sources[row] = pixels
 
     def copy_row(self, target: int, source: int) -> None:
@@ -218,7 +218,7 @@ def render_rows(
     items: list[Item] = [
         (int(row), encoded.file(row), *encoded.boxes[row].tolist(), bool(encoded.flips[row])) for row in rows
     ]
-    failures = encoded.crop.render(out, items)
+    failures = encoded.crop._render(out, items)
     for row, error in failures:
         error.key = encoded.keys[row]
     return torch.from_numpy(out), failures

@@ -179,21 +179,21 @@ def _crop(steps: list[Any], of_tensors: bool) -> tuple[Crop, int]:
 class _ShorterSide(Crop):
     """torchvision's Resize(int): all of the image, so that results differ in size."""
 
-    clamp = True
-    fills_rows = False
-    draws = False
+    _clamp = True
+    _fills_rows = False
+    _draws = False
 
     def __init__(self, size: int) -> None:
         super().__init__(size, channels_last=False, strict=True)
 
     @property
-    def law(self) -> tuple[Any, ...]:
+    def _law(self) -> tuple[Any, ...]:
         return "Resize", self.height
 
-    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+    def _box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         return CropBox((0, 0, width, height))
 
-    def result_size(self, width: int, height: int) -> tuple[int, int]:
+    def _result_size(self, width: int, height: int) -> tuple[int, int]:
         width, height = resized_size(width, height, self.height)
         if width * height > self._max_pixels:
             raise DecodeError(
@@ -268,9 +268,9 @@ class Fused(Crop):
         self._before, self._after = planned.before, planned.after
         self._values = planned.values
         self._steps, self._rest = planned.fused, planned.kept
-        self.clamp = crop.clamp
-        self.fills_rows = crop.fills_rows and self._values is not None and not self._rest
-        self.draws = crop.draws or bool(self._before or self._after)
+        self._clamp = crop._clamp
+        self._fills_rows = crop._fills_rows and self._values is not None and not self._rest
+        self._draws = crop._draws or bool(self._before or self._after)
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -286,27 +286,27 @@ class Fused(Crop):
         return torch.uint8 if table is None else torch.from_numpy(table).dtype
 
     @property
-    def runs_on_device(self) -> bool:
+    def _runs_on_device(self) -> bool:
         return False
 
     @property
-    def law(self) -> tuple[Any, ...]:
+    def _law(self) -> tuple[Any, ...]:
         flips = self._before, self._after
         if flips == ([], []):
-            return self._crop.law
+            return self._crop._law
         last = self._after[-1] if self._after else Flip(True, 0)
         if flips == ([], [last]) and not last.vertical and isinstance(self._crop, RandomResizedCrop):
-            return *self._crop.law[:-1], last.probability
-        return "fused", self._crop.law, flips
+            return *self._crop._law[:-1], last.probability
+        return "fused", self._crop._law, flips
 
-    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
-        return self._flipped(width, height, rng, lambda: self._crop.box_for(width, height, rng))
+    def _box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+        return self._flipped(width, height, rng, lambda: self._crop._box_for(width, height, rng))
 
-    def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
-        return self._flipped(width, height, rng, lambda: self._crop.scaled_box(width, height, first, rng))
+    def _scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
+        return self._flipped(width, height, rng, lambda: self._crop._scaled_box(width, height, first, rng))
 
-    def result_size(self, width: int, height: int) -> tuple[int, int]:
-        return self._crop.result_size(width, height)
+    def _result_size(self, width: int, height: int) -> tuple[int, int]:
+        return self._crop._result_size(width, height)
 
     def fill(
         self,
@@ -334,17 +334,19 @@ class Fused(Crop):
             return self._transform(image)
         return super().__call__(image)
 
-    def choose_box(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Source, int, int, CropBox]:
+    def _choose_box(
+        self, image: Any, rng: Rng, first: Size | None = None
+    ) -> tuple[Source, int, int, CropBox]:
         mode = getattr(image, "mode", "RGB")
         if mode != "RGB":  # torchvision's steps would make another number of channels of it
             raise DecodeError(f"a PIL image in mode {mode} cannot be a row of RGB: give image.convert('RGB')")
-        return super().choose_box(image, rng, first)
+        return super()._choose_box(image, rng, first)
 
-    def as_sample(self, row: torch.Tensor) -> torch.Tensor:
+    def _as_sample(self, row: torch.Tensor) -> torch.Tensor:
         kind = torch.Tensor if self._values is None else self._values.kind
         return row if kind is torch.Tensor else row.as_subclass(kind)
 
-    def draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Any, Size]:
+    def _draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Any, Size]:
         pixels, size = self._pixels(image, rng, first)
         value = self._value_of(pixels)
         for step in self._rest:
@@ -361,7 +363,7 @@ class Fused(Crop):
         out = pixels if table is None else np.empty(pixels.shape, table.dtype)
         if table is not None:
             _look_up(table, pixels[None], out[None])
-        return self.as_sample(torch.from_numpy(out))
+        return self._as_sample(torch.from_numpy(out))
 
     def _flipped(self, width: int, height: int, rng: Rng, choose: Callable[[], CropBox]) -> CropBox:
         """Return the box, with the flips around it, in torchvision's order of draws."""

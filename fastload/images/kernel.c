@@ -120,7 +120,7 @@ end:
     return result;
 }
 
-/* How boxes are chosen: ("random", scale, scale, ratio, ratio, flip) or ("centre", height, width), see Crop.box_law. */
+/* How boxes are chosen: ("random", scale, scale, ratio, ratio, flip) or ("centre", height, width), see Crop._box_law. */
 static int get_law(PyObject *object, Law *law) {
     const char *name;
     double numbers[5] = {0, 0, 0, 0, 0};

@@ -55,7 +55,7 @@ class RandomResizedCrop(Crop):
         ArgumentError: an argument is out of range or not supported.
     """
 
-    clamp = True
+    _clamp = True
 
     @shorten_errors
     def __init__(
@@ -89,16 +89,16 @@ class RandomResizedCrop(Crop):
         self.flip = check_flip(flip)
 
     @property
-    def law(self) -> tuple[Any, ...]:
+    def _law(self) -> tuple[Any, ...]:
         return "RandomResizedCrop", self.scale, self.ratio, self.flip
 
     @property
-    def box_law(self) -> BoxLaw | None:
-        if type(self) is not RandomResizedCrop or self.own_values:
+    def _box_law(self) -> BoxLaw | None:
+        if type(self) is not RandomResizedCrop or self._own_values:
             return None
         return "random", *self.scale, *self.ratio, self.flip
 
-    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+    def _box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         top, left, rows, columns = self._sample(width, height, rng)
         flip = self.flip > 0 and rng.random() < self.flip
         return CropBox((left, top, left + columns, top + rows), flip)
@@ -151,8 +151,8 @@ class CenterCrop(Crop):
         ArgumentError: an argument is out of range.
     """
 
-    clamp = False
-    draws = False
+    _clamp = False
+    _draws = False
 
     @shorten_errors
     def __init__(
@@ -175,7 +175,7 @@ class CenterCrop(Crop):
         self.resize = check_resize(resize)
 
     @property
-    def law(self) -> tuple[Any, ...]:
+    def _law(self) -> tuple[Any, ...]:
         size = self.height, self.width
         resize = (self.resize, self.resize) if isinstance(self.resize, int) else self.resize
         if resize is None:
@@ -184,13 +184,13 @@ class CenterCrop(Crop):
         return *kind, size[0] / resize[0], size[1] / resize[1]
 
     @property
-    def box_law(self) -> BoxLaw | None:
-        if type(self) is not CenterCrop or self.own_values:
+    def _box_law(self) -> BoxLaw | None:
+        if type(self) is not CenterCrop or self._own_values:
             return None
         height, width = self.resize if isinstance(self.resize, tuple) else (self.resize or 0, 0)
         return "centre", height, width
 
-    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+    def _box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         full = self._resized(width, height)
         left, x0, columns = _cut(full[0], self.width)
         top, y0, rows = _cut(full[1], self.height)
@@ -202,13 +202,13 @@ class CenterCrop(Crop):
             return CropBox(box)
         return CropBox(box, inner=(top, left, rows, columns))
 
-    def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
+    def _scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
         if self.resize is None:
             raise DecodeError(
                 f"it has {width} x {height} pixels, and the first image of its sample {first[0]} x "
                 f"{first[1]}, perhaps in a cache of smaller ones: CenterCrop needs resize= to cut them alike"
             )
-        return self.box_for(width, height, rng)
+        return self._box_for(width, height, rng)
 
     def _resized(self, width: int, height: int) -> Size:
         """Return the size of the image that the crop is taken from."""
@@ -314,8 +314,8 @@ def made_by_kernel(transform: Any) -> bool:
     return kernel is not None and all(
         isinstance(one, Crop)
         and type(one).__module__.startswith("fastload.")
-        and one.fills_rows
-        and not one.own_values
+        and one._fills_rows
+        and not one._own_values
         for one in all_transforms(transform)
     )
 

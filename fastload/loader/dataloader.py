@@ -18,15 +18,13 @@ from torch.utils.data import IterableDataset, default_collate
 from fastload.checks import shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
+from fastload.distributed.frameworks import ASKED_BY_PREPARE, is_prepared, warn_of_ray
 from fastload.gpu.transfer import resolve_device
 from fastload.loader.arguments import (
-    ASKED_BY_PREPARE,
     check_arguments,
     check_log,
     check_threads,
     warn_of_an_empty_epoch,
-    warn_of_prepare,
-    warn_of_ray,
     warn_of_unprefetched,
 )
 from fastload.loader.context import LoaderContext, kernel_processes, kernel_threads
@@ -209,7 +207,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
 
         def __getattr__(self, name: str) -> Any:
             if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
-                warn_of_prepare()
+                return is_prepared(self, self.device)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

@@ -472,7 +472,11 @@ def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
                 by_key.setdefault(key, []).append(index)
     missing = sorted(keys - by_key.keys())
     if missing:
-        has_keys = length > 0 and rows.key(0) is not None
-        why = "check it against dataset.key(index)" if has_keys else "its samples have no keys: pass indices"
+        example = rows.key(0) if length else None
+        why = (
+            "its samples have no keys: pass indices"
+            if example is None
+            else f"check it against dataset.key(index), which is relative to the URL, such as {example!r}"
+        )
         raise ArgumentError(f"samples has the key {missing[0]!r}, which no sample of the dataset has: {why}")
     return indices + [index for positions in by_key.values() for index in positions]

@@ -6,6 +6,7 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 |---|---|---|
 | `TorchIterator` | `LoaderIterator` derives from it, see there | every loader |
 | `IterableFetcher` | makes batches of iterable datasets by torch's own rules | iterable datasets |
+| `is_fetched_by_torch` | tells torch's loader over a dataset of fastload's | one warning |
 | `shard_data_pipe` | splits torch's data pipes by rank and worker | data pipes with workers |
 | `pin_memory` | pins batches of any structure, as torch does | `pin_memory=True` |
 | `numpy_seed`, `set_worker_info` | workers draw what torch's workers draw | workers |
@@ -18,6 +19,8 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import _utils
 from torch.utils.data._utils import collate, signal_handling, worker
 from torch.utils.data._utils import pin_memory as _pin_memory
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from fastload.metrics import counters
@@ -48,6 +51,14 @@ def pin_memory(batch: Any, device: str | None) -> Any:
 def set_worker_info(worker_id: int, workers: int, seed: int, dataset: Any) -> None:
     """Set what `torch.utils.data.get_worker_info()` returns in this process from now on."""
     worker._worker_info = worker.WorkerInfo(id=worker_id, num_workers=workers, seed=seed, dataset=dataset)
+
+
+def is_fetched_by_torch() -> bool:
+    """Return whether a loader of torch's asks for the sample that this thread makes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MapDatasetFetcher.fetch.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_exiting() -> bool:

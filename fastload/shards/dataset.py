@@ -320,7 +320,7 @@ class ShardDataset(StoreDataset):
         beginning = beginnings.get(shard)
         if beginning is None:
             key, _, version, _ = self._shards[shard]
-            beginning = beginnings[shard] = self.cache.key_beginning(
+            beginning = beginnings[shard] = self.cache._key_beginning(
                 self._shards.store.identity,
                 key,
                 version,

@@ -115,7 +115,7 @@ class TokenDataset(StoreDataset):
         _check_documents(documents, overlap)
         kept_in = as_cache(cache)
         self._payloads = ObjectPayloads(kept_in, None)
-        if kept_in is not None and kept_in.codec.wants_images:
+        if kept_in is not None and kept_in._codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(url, TOKENS, kept_in, listing_max_age, storage_options)
         self.cache = kept_in if shards.cacheable else None  # a warning has said why

@@ -255,7 +255,11 @@ class _Filter:
                 "fastload.ObjectDataset (fastload warm --from objects)"
             )
         elif self._missing:
-            why = f"{len(self._missing):,} of the named objects do not exist: {_some(sorted(self._missing))}"
+            some = _some(sorted(self._missing))
+            why = (
+                f"{len(self._missing):,} of the named objects do not exist: {some}; check the numbers in "
+                "braces, and that the upload is complete"
+            )
         elif not taken and self._selection is not None:
             first = f"{self.listed:,} objects there (the first is {self._example!r})"
             why = f"{first}, but none is {self._selection.wanted}"

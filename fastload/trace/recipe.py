@@ -232,7 +232,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     if loader.decoder != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
-    if isinstance(cache, Cache) and not cache.codec.lossless:
+    if isinstance(cache, Cache) and not cache._codec.lossless:
         notes.append(f"the run's cache kept smaller images (mode {cache.mode!r}): pixels here are finer")
     if getattr(dataset, "target_transform", None) is not None:
         notes.append("labels here are the class indices, which the run's target_transform= gets")

@@ -100,7 +100,8 @@ class MemoryLimit(NamedTuple):
         """Raise ArgumentError where the limit is below the smallest one that is possible."""
         if self.bytes >= least:
             return
-        who = f"{self.workers} workers (start method {self.method!r})" if self.workers else "num_workers=0"
+        processes = f"{self.workers} worker process{'es' if self.workers > 1 else ''}"
+        who = f"{processes} (start method {self.method!r})" if self.workers else "num_workers=0"
         if isinstance(self.given, str) and "%" in self.given:
             who += f" with {format_size(self.bytes)} of this node"
         fewer = ", fewer workers or smaller batches" if self.workers else ""

@@ -87,12 +87,12 @@ def test_filling_goes_on_when_a_full_disk_has_room_again(
             assert cache.write(key, payload) and not cache.flush(30)
             assert not cache.write(key, payload), "the disk is left alone for some seconds"
         assert len(caught) == 1 and cache.counters["cache.dropped"] == 2
-        used = cache.open_or_raise().index.used_bytes()
+        used = cache._open_or_raise().index.used_bytes()
         (disk / "other").unlink()
         monkeypatch.setattr(writer, "FULL_SECONDS", 0.0)
         assert cache.write(key, payload) and cache.flush(30)
         assert cache.read(key) == payload
-        assert cache.open_or_raise().index.used_bytes() == used + record_size(len(payload))
+        assert cache._open_or_raise().index.used_bytes() == used + record_size(len(payload))
         assert all(cache.read(one) == content for one, content in first.items())
         cache.close()
 

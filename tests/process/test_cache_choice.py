@@ -174,7 +174,7 @@ def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
     wait_until(lambda: all(map(dataset._is_here, range(8, N))), "the samples are read")
     dataset._cancel(range(8, N))
     assert dataset._outstanding() == 0
-    locks = [dataset.cache.lock_inflight(dataset._cache_keys(index)[0]) for index in range(8, N)]
+    locks = [dataset.cache._lock_inflight(dataset._cache_keys(index)[0]) for index in range(8, N)]
     assert all(locks)
 
 

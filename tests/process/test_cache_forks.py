@@ -29,14 +29,14 @@ def test_damage_that_another_process_has_noted_is_not_forgotten(open_cache: Call
     content = fill(cache, 10)
 
     def child() -> bool:
-        directory = cache.open_or_raise()
+        directory = cache._open_or_raise()
         assert directory is not None
         directory.mark_damaged()
         cache.close()
         return True
 
     assert in_child(child)
-    lost, directory = next(iter(content)), cache.open_or_raise()
+    lost, directory = next(iter(content)), cache._open_or_raise()
     entry = cache.lookup(lost)
     assert directory is not None and entry is not None
     directory.index.drop([(lost, entry.pack())])
@@ -64,7 +64,7 @@ def test_dead_readers_are_cleared(open_cache: Callable[..., Cache], tmp_path: Pa
             timeout=PATIENCE,
         )
     assert cache.read(cache.key("k0")) is not None
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None and "no active readers" in directory.index._env.readers().lower()
 
 
@@ -163,7 +163,7 @@ def test_fork_while_the_index_is_stuck(
     """Somebody holds LMDB's lock and does not move: the fork does not wait, the child passes through."""
     cache = open_cache()
     fill(cache, 3)
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None
     monkeypatch.setattr(access_module, "FORK_DEADLINE", 0.01)
 

@@ -38,7 +38,7 @@ def forecast(photos: Path, dataset: ImageFolder, tmp_path: Path) -> Forecast:
         read = sum(probe.listing().size(index) for index in range(0, N, 3))
         probe.close()
     total = dataset.listing().total_bytes
-    forecaster = Forecaster(dataset.cache, dataset.cache.codec, total, dataset._share_kept, len(dataset))
+    forecaster = Forecaster(dataset.cache, dataset.cache._codec, total, dataset._share_kept, len(dataset))
     return forecaster.forecast(forecaster.room(), sizes, read)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastload import DataLoader
+from fastload import DataLoader, DistributedSampler
+from tests.kinds import photo
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE
 
@@ -111,7 +112,7 @@ def test_lightning(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_accelerate_keeps_the_state_of_a_loader(tmp_path: Path) -> None:
-    """`prepare` makes a loader of torch's of ours, so the loader is registered instead."""
+    """`prepare` keeps no state of a loader, so it is registered."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     accelerator = accelerate.Accelerator(cpu=True)
 
@@ -130,15 +131,48 @@ def test_accelerate_keeps_the_state_of_a_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_prepared_by_accelerate_samples_are_the_same() -> None:
+def test_accelerate_keeps_the_loader() -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     accelerator = accelerate.Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1))
+    given = DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1)
+    loader = accelerator.prepare(given)
+    assert loader is given
     assert sorted(int(x) for batch in loader for x in batch[:, 0]) == list(range(12))
 
 
-def test_warning_before_accelerate_makes_a_loader_of_torch() -> None:
+def _accelerate(device: str, processes: int) -> types.ModuleType:
+    """A stand-in for the module, as it is after `Accelerator()`."""
+    module: Any = types.ModuleType("accelerate")
+    state = types.SimpleNamespace(device=torch.device(device), num_processes=processes)
+    module.PartialState = lambda: state
+    module.state = types.SimpleNamespace(is_initialized=lambda: True)
+    return module  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("device", "processes", "options", "kept"),
+    [
+        ("cpu", 1, {"shuffle": True}, True),
+        ("cuda", 1, {"shuffle": True, "device": "cpu"}, True),  # some device was chosen
+        ("cuda", 1, {"shuffle": True}, False),
+        ("cpu", 2, {"shuffle": True}, False),
+        ("cpu", 2, {"sampler": DistributedSampler(range(4), 2, 0)}, True),
+        ("cpu", 2, {"sampler": torch.utils.data.DistributedSampler(range(4), 2, 0)}, True),  # type: ignore[arg-type]
+    ],
+)
+def test_accelerate_keeps_a_loader_that_has_what_it_would_add(
+    monkeypatch: pytest.MonkeyPatch, device: str, processes: int, options: dict[str, Any], kept: bool
+) -> None:
     """`Accelerator.prepare_data_loader` asks each loader for this attribute first."""
+    monkeypatch.setitem(sys.modules, "accelerate", _accelerate(device, processes))
+    loader = DataLoader(Numbers(4, _row), batch_size=4, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert getattr(loader, "_is_accelerate_prepared", False) == kept
+    assert len(said) == (not kept)
+
+
+def test_warning_before_accelerate_makes_a_loader_of_torch() -> None:
     loader = DataLoader(Numbers(4, _row), batch_size=4)
     with pytest.warns(
         RuntimeWarning, match=r"accelerator.prepare would .* device=accelerator.device and sampler="
@@ -158,3 +192,44 @@ def test_warning_before_ray_makes_a_loader_of_torch(monkeypatch: pytest.MonkeyPa
         DataLoader(Numbers(4, _row))  # one that each rank iterates over as a whole, as for evaluation
     with pytest.warns(RuntimeWarning, match="prepare_data_loader of Ray would"):
         DataLoader(Numbers(4, _row), shuffle=True)
+
+
+TRAINER = """
+import sys, types
+import torch.utils.data
+from fastload import {names}
+
+if __name__ == "__main__":
+    sys.modules["transformers.trainer"] = types.ModuleType("transformers.trainer")
+    ImageFolder(sys.argv[1], CenterCrop(8))[0]
+    dataset = ImageFolder(sys.argv[1], CenterCrop(8))
+    for _ in torch.utils.data.DataLoader(dataset, 2, num_workers={workers}): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "workers", "warned"),
+    [
+        ("CenterCrop, ImageFolder", 0, 1),
+        ("CenterCrop, ImageFolder", 2, 1),
+        ("CenterCrop, DataLoader, ImageFolder", 0, 0),
+    ],
+)
+def test_warning_where_trainer_got_a_dataset_alone(
+    tmp_path: Path, names: str, workers: int, warned: int
+) -> None:
+    for number in range(4):
+        path = tmp_path / "photos" / "cat" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photo(number))
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER.format(names=names, workers=workers))
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "photos"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    assert done.stderr.count("Trainer reads this ImageFolder through a torch.utils.data.DataLoader") == warned

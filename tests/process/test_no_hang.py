@@ -279,11 +279,11 @@ def test_a_cache_that_gets_no_thread_passes_through(tmp_path: Path, monkeypatch:
     cache = Cache(tmp_path / "cache")
     key = cache.key("a")
     refuse(monkeypatch, "fastload-cache-writer")
-    assert cache.lock_inflight(key)
+    assert cache._lock_inflight(key)
     cache.write(key, b"payload")
     with pytest.warns(RuntimeWarning, match="new thread"):
         assert not cache.write(key, b"payload")
-    assert cache.lock_inflight(key)  # it was given back
+    assert cache._lock_inflight(key)  # it was given back
     assert not cache.flush()
     cache.close()
 

@@ -117,14 +117,14 @@ def test_a_lock_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path), InflightLocks(fd)
     one = ours.key("one")
-    assert ours.lock_inflight(one)
+    assert ours._lock_inflight(one)
     assert not other.lock(one)
     assert ours.write(one, b"payload")
     wait_until(lambda: other.lock(one), "the lock is free")
     entry = ours.lookup(one)
     assert entry is not None, "found by the next one that gets the lock"
     other.unlock(one)
-    assert not ours.lock_inflight(one), "nothing is left to be read"
+    assert not ours._lock_inflight(one), "nothing is left to be read"
     ours.close()
     other.close()
     os.close(fd)
@@ -143,9 +143,9 @@ def test_a_lock_without_a_payload_ends(tmp_path: Path, why: str) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path, size_limit=1000), InflightLocks(fd)
     one = ours.key("one")
-    assert ours.lock_inflight(one) and not other.lock(one)
+    assert ours._lock_inflight(one) and not other.lock(one)
     if why == "unlocked":
-        ours.unlock_inflight(one)
+        ours._unlock_inflight(one)
     else:
         assert not ours.write(one, bytes(5000))
     assert other.lock(one)
@@ -177,7 +177,7 @@ def digest(data: bytes) -> str:
 class Blind(Cache):
     """With the guard removed: takes no in-flight locks."""
 
-    def lock_inflight(self, key: bytes) -> bool:
+    def _lock_inflight(self, key: bytes) -> bool:
         return True
 
 
@@ -264,7 +264,7 @@ def test_a_failed_read_gives_its_lock_back(tmp_path: Path) -> None:
         dataset[0]
     assert dataset[1] == b"x" * 100
     assert dataset.cache is not None
-    assert dataset.cache.lock_inflight(dataset._cache_keys(0)[0])
+    assert dataset.cache._lock_inflight(dataset._cache_keys(0)[0])
     dataset.close()
 
 

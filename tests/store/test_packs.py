@@ -328,8 +328,8 @@ def test_training_may_read_what_a_pull_has_on_its_way(
         try:
             wait_until(lambda: len(asked) > 1, "records are on their way")
             for key in content:
-                assert other.lock_inflight(key)
-                other.unlock_inflight(key)
+                assert other._lock_inflight(key)
+                other._unlock_inflight(key)
         finally:
             gate.set()
         assert pulling.result(PATIENCE).records == 33

@@ -99,7 +99,7 @@ def test_sample_mask_is_cut_as_torchvision_cuts_the_box_of_its_image(tmp_path: P
         seed = int(torch.empty((), dtype=torch.int64).random_())
         after = torch.rand(1)
         left, top, right, bottom = (
-            chosen := data.transform["jpg"].box_for(WIDTH, HEIGHT, SampleRng(seed))
+            chosen := data.transform["jpg"]._box_for(WIDTH, HEIGHT, SampleRng(seed))
         ).box
         cut = torchvision.transforms.functional.resized_crop(
             Image.open(io.BytesIO(mask())), top, left, bottom - top, right - left, [48, 48], 0

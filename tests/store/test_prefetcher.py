@@ -316,7 +316,7 @@ def test_first_batch_that_another_run_reads_does_not_hold_up_the_next_one(tmp_pa
     for i in range(30):
         (tmp_path / "data" / f"{i:02d}").write_bytes(bytes([i]) * 1000)
     cache, settings = Cache(tmp_path / "cache"), replace(ReadSettings(), inflight_patience=PATIENCE)
-    assert all(cache.lock_inflight(key(i)) for i in range(15))
+    assert all(cache._lock_inflight(key(i)) for i in range(15))
     source = files_of(tmp_path / "data")
     opened = Prefetcher(source, cache, prepare=None, counters=Counters(), settings=settings)
     opened.request(range(20))
@@ -346,7 +346,7 @@ def locked(tmp_path: Path) -> Iterator[Prefetcher]:
     for i in range(6):
         (tmp_path / "data" / str(i)).write_bytes(bytes([i]) * 1000)
     cache = Cache(tmp_path / "cache")
-    assert cache.lock_inflight(key(0))
+    assert cache._lock_inflight(key(0))
     settings = replace(with_bytes(2500), inflight_patience=0.3)
     source = files_of(tmp_path / "data")
     opened = Prefetcher(source, cache, prepare=None, counters=Counters(), settings=settings)
@@ -402,14 +402,14 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
 ) -> None:
     use(IN_RANGES)
     locked: list[bytes] = []
-    lock = Cache.lock_inflight
+    lock = Cache._lock_inflight
 
     def slow(cache: Cache, wanted: bytes) -> bool:
         time.sleep(0.05)  # the other threads have begun their ranges meanwhile
         locked.append(wanted)
         return lock(cache, wanted)
 
-    monkeypatch.setattr(Cache, "lock_inflight", slow)
+    monkeypatch.setattr(Cache, "_lock_inflight", slow)
     body = random.Random(1).randbytes(8000)
     with FaultServer({"large": body}) as server:
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")

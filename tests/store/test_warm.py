@@ -305,7 +305,7 @@ def test_object_too_large_for_a_record_is_skipped(
     assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
     assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
     assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
-    assert dataset.cache.lock_inflight(dataset._cache_keys(1)[0]), "its in-flight lock was given back"
+    assert dataset.cache._lock_inflight(dataset._cache_keys(1)[0]), "its in-flight lock was given back"
     dataset.close()
     dataset.cache.close()
 
@@ -365,7 +365,7 @@ def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
     assert "NotFoundError" in outcomes[7].error
     (folder / "07").write_bytes(b"x")
-    assert dataset.cache.lock_inflight(dataset._cache_keys(7)[0]), "its in-flight lock was given back"
+    assert dataset.cache._lock_inflight(dataset._cache_keys(7)[0]), "its in-flight lock was given back"
     dataset.close()
 
 
@@ -375,7 +375,7 @@ def test_closing_the_iterator_keeps_stored_records(folder: Path, tmp_path: Path)
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
     outcomes.close()  # type: ignore[attr-defined]
     assert dataset.cache.info()["entries"] == 10
-    assert all(dataset.cache.lock_inflight(dataset._cache_keys(i)[0]) for i in range(10, 40))
+    assert all(dataset.cache._lock_inflight(dataset._cache_keys(i)[0]) for i in range(10, 40))
     dataset.close()
 
 

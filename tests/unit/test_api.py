@@ -31,6 +31,21 @@ def test_a_class_shows_what_its_user_needs(ours: type, theirs: type, names: set[
     assert {name for name in set(dir(ours)) - set(dir(theirs)) if name[0] != "_"} == names
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (fastload.Cache, "check clear close counters exists flush has info key lookup read write"),
+        (fastload.RandomResizedCrop, "dtype fill sample_shape"),
+        (fastload.CenterCrop, "dtype fill sample_shape"),
+        (fastload.ObjectDataset, "close contains find key listing prefetch transform warm"),
+        (fastload.TarDataset, "close contains find key prefetch shards transform warm"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_only_the_loader_calls_is_private(kind: type, names: str) -> None:
+    assert [name for name in dir(kind) if name[0] != "_"] == names.split()
+
+
 def test_texts_have_one_line() -> None:
     data: Any = list(range(100_000))
     loader = DataLoader(data, batch_size=8, num_workers=2, seed=1)

@@ -34,7 +34,7 @@ def test_written_is_read(open_cache: Callable[..., Cache]) -> None:
     for key, payload in content.items():
         entry = cache.lookup(key)
         assert entry is not None and entry.length == len(payload)
-        cache.will_need(entry)
+        cache._will_need(entry)
         assert cache.read(key, entry) == payload
     assert cache.read(cache.key("absent")) is None
     counters = cache.counters.as_dict()
@@ -58,7 +58,7 @@ def test_record_is_read_ahead_unless_it_is_in_memory(
             raise error
 
         monkeypatch.setattr(os, "preadv", fail)
-    cache.will_need(entry)
+    cache._will_need(entry)
     assert advised == ([] if error is None else [64 + 3000])
 
 
@@ -85,7 +85,7 @@ def test_buffers(open_cache: Callable[..., Cache]) -> None:
 
 def test_read_only_payload_is_not_copied(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None and directory.writer is not None
     taken: list[Item] = []
     directory.writer.put = lambda item, wait: bool(taken.append(item)) or True  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def test_two_caches_of_one_process_share_the_directory(
     fill(one, 3)
     fill(two, 3)
     assert one.info()["entries"] == two.info()["entries"] == 6
-    assert one.open_or_raise() is two.open_or_raise()
+    assert one._open_or_raise() is two._open_or_raise()
     one.close()
     assert two.read(two.key("k1")) == payload_of("k1")
 
@@ -172,7 +172,7 @@ def test_cache_collected_while_another_opens_closes(tmp_path: Path) -> None:
     with access_module._lock:
         del cache
     assert access_module._opened
-    Cache(tmp_path / "d").open_or_raise()
+    Cache(tmp_path / "d")._open_or_raise()
     assert not access_module._opened
 
 
@@ -331,7 +331,7 @@ def test_tiny_limit_passes_through(open_cache: Callable[..., Cache]) -> None:
 def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
     fill(cache, 2)
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None
     directory.index.set_used_bytes(10**12)
     cache.close()

@@ -117,7 +117,7 @@ def test_deleted_segment_and_huge_entries(open_cache: Callable[..., Cache]) -> N
         entry._replace(checksum=1),
     ):
         assert cache.read(key, wrong) is None
-        cache.will_need(wrong)
+        cache._will_need(wrong)
     assert cache.flush(30) and cache.read(key) == content[key]  # a wrong entry in hand drops no right one
     cache.close()
     segments(Path(cache.path))[0].unlink()
@@ -237,10 +237,10 @@ def test_lookup_of_several_keys_misses_those_whose_entries_are_damaged(
 ) -> None:
     cache = open_cache()
     damaged, *sound = fill(cache, 5)
-    index = cache.open_or_raise().index
+    index = cache._open_or_raise().index
     with index._write() as txn:
         txn.put(damaged, b"short", db=index._entries)
-    entries = cache.find_all([damaged, *sound, b"x" * 16])
+    entries = cache._find_all([damaged, *sound, b"x" * 16])
     assert [entry is None for entry in entries] == [True, *[False] * 4, True]
     assert entries[1:5] == [cache.lookup(key) for key in sound]
     assert cache.counters["cache.corrupt"] == 1 and not cache.counters["cache.misses"]
@@ -249,7 +249,7 @@ def test_lookup_of_several_keys_misses_those_whose_entries_are_damaged(
 def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_cache()
     content = fill(cache, 5)
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None
 
     def corrupt(keys: list[bytes]) -> list[bytes | None]:

@@ -31,7 +31,7 @@ def test_check_fix(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyP
     entry_of = {
         cache.key(f"{p}/{i}"): cache.lookup(cache.key(f"{p}/{i}")) for p in range(4) for i in range(3)
     }
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     assert directory is not None
     names = {name: number for number, name in directory.index.segments().items()}
     for i in range(3):
@@ -122,7 +122,7 @@ def test_clear_leaves_a_segment_that_is_just_being_made(
     fill(open_cache(), 3)
     access_module.close_all()
     cache = open_cache()
-    directory = cache.open_or_raise()
+    directory = cache._open_or_raise()
     register = index_module.Index.add_segment
     freed = []
 
@@ -143,15 +143,15 @@ def test_clear_leaves_a_segment_that_was_made_while_it_looked(
 ) -> None:
     cache = open_cache()
     fill(cache, 3)
-    names = cache.open_or_raise().segment_names
+    names = cache._open_or_raise().segment_names
     key = cache.key("after")
 
     def write_first() -> list[str]:
         assert cache.write(key, b"after") and cache.flush()
         return names()
 
-    monkeypatch.setattr(cache.open_or_raise(), "segment_names", write_first)
-    assert maintenance.clear(cache.open_or_raise()) == 3 * record_size(3000)
+    monkeypatch.setattr(cache._open_or_raise(), "segment_names", write_first)
+    assert maintenance.clear(cache._open_or_raise()) == 3 * record_size(3000)
     assert bytes(cache.read(key) or b"") == b"after"
     assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
 

@@ -135,7 +135,7 @@ def assert_alike(ours: Any, theirs: Any, levels: float = 2) -> None:
 @pytest.mark.parametrize("compose", FULLY)
 def test_same_seed_gives_torchvisions_sample(compose: Any) -> None:
     fused = fuse(compose)
-    assert fused.kept == () and fused.fills_rows
+    assert fused.kept == () and fused._fills_rows
     for seed, shape in enumerate(SHAPES * 2):
         pixels = scene(*shape)
         torch.manual_seed(seed)
@@ -150,7 +150,7 @@ def test_same_seed_gives_torchvisions_sample(compose: Any) -> None:
 @pytest.mark.parametrize("compose", PARTLY)
 def test_kept_steps_get_what_they_would_have_got(compose: Any) -> None:
     fused = fuse(compose)
-    assert fused.kept and not fused.fills_rows
+    assert fused.kept and not fused._fills_rows
     for seed, shape in enumerate(SHAPES):
         image = Image.fromarray(scene(*shape))
         torch.manual_seed(seed)
@@ -206,7 +206,7 @@ def test_jpeg_is_decoded_as_the_fused_crops_do() -> None:
 def test_rows_are_cut_and_flipped_by_torchvisions_law() -> None:
     steps = [v1.RandomHorizontalFlip(0.3), v1.RandomResizedCrop(8), v1.RandomVerticalFlip(0.6)]
     fused, draws, width, height = fuse(v1.Compose(steps)), 4000, 250, 200
-    chosen = [fused.box_for(width, height, SampleRng(sample_seed(0, 0, index))) for index in range(draws)]
+    chosen = [fused._box_for(width, height, SampleRng(sample_seed(0, 0, index))) for index in range(draws)]
     ours = np.array([[*box, flip, turn] for box, flip, _, turn in chosen], float)
     torch.manual_seed(1)
     image, drawn = Image.new("RGB", (width, height)), []
@@ -228,7 +228,7 @@ def test_flip_before_a_crop_that_pads_stays_inside_the_image() -> None:
             flips = [v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)]
             steps = [*flips, v1.Resize((resized, resized)), v1.CenterCrop((16, cropped))]
             fused = fuse(v1.Compose([*steps, v1.PILToTensor()]))
-            x0, y0, x1, y1 = fused.box_for(width, width, SampleRng(0)).box
+            x0, y0, x1, y1 = fused._box_for(width, width, SampleRng(0)).box
             assert 0 <= x0 < x1 <= width and 0 <= y0 < y1 <= width, (width, resized, cropped)
     fused(pillow_jpeg(scene(538, 538)))
 

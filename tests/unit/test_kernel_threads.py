@@ -61,7 +61,7 @@ def places(tmp_path: Path) -> Iterator[Placed]:
         for key, payload in zip(keys, payloads, strict=True):
             assert cache.write(key, payload, wait=60)
         assert cache.flush()
-        located = cache.locate(keys)
+        located = cache._locate(keys)
         assert located.here.all()
         return located
 
@@ -74,7 +74,7 @@ def make(crop: Crop, located: Places, *, pixels: bool = False) -> tuple[Any, lis
     """(the rows, those of them that were not made)."""
     count = len(located.table)
     out = np.zeros((count, *crop.sample_shape), np.uint8)
-    job = crop.begin_rows(out, np.arange(count), located.table, SEEDS[:count], pixels=pixels, owner=located)
+    job = crop._begin_rows(out, np.arange(count), located.table, SEEDS[:count], pixels=pixels, owner=located)
     return out, job.finish()[0]
 
 
@@ -117,7 +117,7 @@ def test_rows_of_a_cache_are_those_of_fill(crop: Crop, places: Placed) -> None:
 
 def crop_is_framed(crop: Crop, file: bytes) -> bool:
     width, height = Image.open(BytesIO(file)).size
-    return isinstance(crop, CenterCrop) and crop.box_for(width, height, None).inner is not None  # type: ignore[arg-type]
+    return isinstance(crop, CenterCrop) and crop._box_for(width, height, None).inner is not None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("crop", CROPS, ids=repr)
@@ -158,7 +158,7 @@ def test_sums_are_those_of_xxhash(places: Placed) -> None:
     arguments = (
         np.arange(len(sizes)),
         SEEDS[: len(sizes)],
-        CROPS[0].box_law,
+        CROPS[0]._box_law,
         False,
         False,
         True,
@@ -214,8 +214,8 @@ def test_a_row_that_is_not_as_promised_is_left_and_spoils_no_other(tmp_path: Pat
 
 def test_what_python_has_to_choose_or_to_note_is_left(places: Placed) -> None:
     class Own(RandomResizedCrop):
-        def box_for(self, width: int, height: int, rng: Any) -> Any:
-            return super().box_for(width, height, rng)
+        def _box_for(self, width: int, height: int, rng: Any) -> Any:
+            return super()._box_for(width, height, rng)
 
     located = places([photo(64, 48)] * 2)
     for crop in (Own(8), RandomResizedCrop(8, interpolation="nearest"), CenterCrop(8, channels=1)):
@@ -274,7 +274,8 @@ def test_jobs_may_overlap_be_dropped_and_outlive_the_threads(places: Placed) -> 
     outs = [np.zeros_like(want) for _ in range(6)]
     rows = np.arange(24)
     jobs: list[Any] = [
-        CROPS[0].begin_rows(out, rows, located.table, SEEDS[:24], pixels=False, owner=located) for out in outs
+        CROPS[0]._begin_rows(out, rows, located.table, SEEDS[:24], pixels=False, owner=located)
+        for out in outs
     ]
     jobs[1] = None  # its rows are not waited for, and no memory of it is written from here on
     outs[1][:] = 0
@@ -292,7 +293,7 @@ def test_a_job_keeps_its_segments_open(places: Placed) -> None:
     want, _ = make(CROPS[0], located)
     out, table, owner = np.zeros_like(want), located.table.copy(), located.readers
     fd = owner[0].fd
-    job = CROPS[0].begin_rows(out, np.arange(8), table, SEEDS[:8], pixels=False, owner=owner)
+    job = CROPS[0]._begin_rows(out, np.arange(8), table, SEEDS[:8], pixels=False, owner=owner)
     table[:] = np.zeros((), PLACE)  # copied when the job began
     assert sys.getrefcount(owner) > 3
     os.fstat(fd)
@@ -328,7 +329,7 @@ def test_a_forked_child_has_no_threads_and_no_jobs(threads: int, places: Placed)
     want, _ = make(CROPS[0], located)
     native.active().set_threads(threads)
     out = np.zeros_like(want)
-    job = CROPS[0].begin_rows(out, np.arange(16), located.table, SEEDS[:16], pixels=False, owner=located)
+    job = CROPS[0]._begin_rows(out, np.arange(16), located.table, SEEDS[:16], pixels=False, owner=located)
     child = os.fork()
     if child == 0:
         try:
@@ -385,7 +386,7 @@ def test_arguments_of_begin_rows_are_checked(changed: Any, error: type[Exception
         "places": np.zeros(2, PLACE),
         "rows": np.arange(2),
         "seeds": SEEDS[:2],
-        "law": CROPS[0].box_law,
+        "law": CROPS[0]._box_law,
     }
     with pytest.raises(error, match=words):
         native.active().begin_rows(*(arguments | changed).values(), False, False, True, 1 << 30, True, None)

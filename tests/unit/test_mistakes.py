@@ -123,6 +123,21 @@ MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
         ArgumentError,
         "did you mean 'label'?",
     ),
+    "a size as a transform": (
+        lambda root: ImageFolder(root / "photos", 224),  # type: ignore[arg-type]
+        ArgumentError,
+        "transform must be callable or None, as RandomResizedCrop(224) is; found 224",
+    ),
+    "a URL as a key": (
+        lambda root: DataLoader(ImageFolder(root / "photos", CenterCrop(8))).exclude([f"{root}/cat/0.jpg"]),
+        ArgumentError,
+        "check it against dataset.key(index), which is relative to the URL, such as 'cat/0.jpg'",
+    ),
+    "shards that do not exist": (
+        lambda root: TarDataset(f"{root}/tar/{{0..9}}.tar"),
+        NotFoundError,
+        "check the numbers in braces, and that the upload is complete",
+    ),
     "a table without a header": (
         lambda root: TableDataset(root / "headless.csv", FIELDS, url=root / "photos"),
         ArgumentError,
@@ -194,6 +209,7 @@ def frames_of(call: Callable[[], Any]) -> list[str]:
         lambda root: DataLoader([1], on_error="ignore"),
         lambda root: fastload.open_store("s3://bucket", region_name="eu-west-1"),
         lambda root: fastload.Cache("s3://bucket/cache"),
+        lambda root: ParquetDataset(root / "parquet", ("image", "lable")),
     ],
 )
 def test_traceback_shows_the_line_of_the_user(call: Call, root: Path) -> None:

@@ -75,7 +75,7 @@ def test_called_on_an_image_it_draws_torchvisions_boxes(shape: tuple[int, int], 
         top, left, height, width = transforms.RandomResizedCrop.get_params(image, *law)
         flip = bool(torch.rand(1) < 0.5)  # RandomHorizontalFlip's draw
         torch.manual_seed(seed)
-        place = transform.box_for(*shape, TorchRng())
+        place = transform._box_for(*shape, TorchRng())
         assert place == ((left, top, left + width, top + height), flip, None, False)
 
 
@@ -133,7 +133,7 @@ def torchvisions_features(width: int, height: int, law: Any) -> Any:
 @pytest.mark.parametrize("law", LAWS)
 def test_a_samples_own_randomness_follows_torchvisions_law(shape: tuple[int, int], law: Any) -> None:
     transform = RandomResizedCrop(224, *law, flip=0.3)
-    places = [transform.box_for(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
+    places = [transform._box_for(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
     ours = np.array([features(place.box, *shape) for place in places])
     theirs = torchvisions_features(*shape, law)
     for column in range(4):
@@ -157,7 +157,7 @@ def test_law_with_guard_removed_has_another_distance() -> None:
     transform, theirs = RandomResizedCrop(224, *law), torchvisions_features(500, 500, law)
 
     def distance(kind: type[SampleRng]) -> float:
-        boxes = [transform.box_for(500, 500, kind(sample_seed(0, 0, index))).box for index in range(DRAWS)]
+        boxes = [transform._box_for(500, 500, kind(sample_seed(0, 0, index))).box for index in range(DRAWS)]
         return kolmogorov([features(box, 500, 500)[1] for box in boxes], theirs[:, 1])
 
     assert distance(SampleRng) < FAR < distance(Uniform)

@@ -1,3 +1,5 @@
+import numpy as np
+
 from fastload.cli.demo.photos import make_photo
 from fastload.images import decode_image, decode_resized, shrink
 

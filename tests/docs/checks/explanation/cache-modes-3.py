@@ -1,3 +1,6 @@
+from fastload import ObjectDataset
+
+
 def decode(data):
     return np.frombuffer(data, np.float32).copy()
 

@@ -10,5 +10,5 @@ except fastload.errors.CacheError as error:
     print(error)  # is writable for everybody
 else:
     raise AssertionError
-fastload.Cache("mount/fastload", size_limit="450GB").open_or_raise()
+fastload.Cache("mount/fastload", size_limit="450GB")._open_or_raise()
 assert os.stat("mount/fastload").st_mode & 0o777 == 0o700
