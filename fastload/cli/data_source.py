@@ -289,7 +289,7 @@ def first_records(shards: Any, kind: str) -> FirstRecords:
     Raises:
         ArgumentError: they have no image. NotFoundError: there is no record.
     """
-    from fastload.fetch.ranges import record_name
+    from fastload.fetch.reads import record_name
     from fastload.fetch.threads import ReadPool
     from fastload.images.decode import is_image
     from fastload.metrics.counters import Counters
