@@ -18,6 +18,7 @@ import torch
 from fastload import BudgetSampler, DataLoader
 from fastload.errors import ArgumentError
 from fastload.order.budget_batches import best_fit
+from tests.loaderdata import identity
 
 CASES = 10_000  # in ten parts, of which `make test` runs two
 N = 90
@@ -332,13 +333,9 @@ def test_loader_refuses_sizes_of_another_dataset() -> None:
 # --- in a loader
 
 
-def as_is(samples: Any) -> Any:
-    return list(samples)
-
-
 def loader(ranks: int = 1, rank: int = 0, *, pack: bool = False, **options: Any) -> Any:
     sampler = BudgetSampler(SIZES, budget=200, pack=pack, num_replicas=ranks, rank=rank, seed=2)
-    return DataLoader(range(N), batch_sampler=sampler, collate_fn=as_is, seed=5, **options)
+    return DataLoader(range(N), batch_sampler=sampler, collate_fn=identity, seed=5, **options)
 
 
 def rows(run: Any, step: int, **options: Any) -> list[int]:

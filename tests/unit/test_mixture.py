@@ -46,7 +46,7 @@ def random_weights(rng: random.Random, count: int) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_constant_weights_keep_each_count_within_one_sample(seed: int) -> None:
     rng = random.Random(seed)
     weights = random_weights(rng, rng.choice([1, 2, 3, 4, 5, 8, 13, 40]))

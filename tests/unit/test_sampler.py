@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tracemalloc
-import types
 from collections import Counter
 from collections.abc import Iterator
 
@@ -341,42 +340,6 @@ def test_a_million_samples_are_no_list() -> None:
 # --- who we are
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "2", "WORLD_SIZE": "4"},
-        {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"},
-        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-        {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "2", "WORLD_SIZE": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-    ],
-    ids=lambda variables: "+".join(variables),
-)
-def test_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    sampler = DistributedSampler(range(10))
-    assert (sampler.rank, sampler.num_replicas) == (2, 4)
-    alone = DistributedSampler(range(10), num_replicas=1, rank=0)
-    assert (alone.rank, alone.num_replicas) == (0, 1)
-
-
-def test_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = types.SimpleNamespace(get_world_rank=lambda: 2, get_world_size=lambda: 4)
-    train = types.ModuleType("ray.train")
-    train.get_context = lambda: context  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray.train", train)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert (DistributedSampler(range(10)).rank, DistributedSampler(range(10)).num_replicas) == (2, 4)
-
-
-def test_no_launcher() -> None:
-    sampler = DistributedSampler(range(10))
-    assert (sampler.rank, sampler.num_replicas) == (0, 1)
-
-
 def test_torch_distributed() -> None:
     code = """
 import tempfile, torch.distributed as dist
@@ -392,13 +355,6 @@ with tempfile.NamedTemporaryFile() as file:
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.stdout.split() == ["0", "1"], done.stderr
-
-
-def test_an_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ArgumentError, match=r"RANK='first'.*pass rank and num_replicas"):
-        DistributedSampler(range(10))
 
 
 @pytest.mark.parametrize(
@@ -536,38 +492,6 @@ def test_another_number_of_nodes_goes_on(
         for sampler in itertools.chain(*fresh):
             sampler.set_epoch(1)
         assert draw(second) == draw(fresh), "the next epoch is dealt to the new nodes"
-
-
-@pytest.mark.parametrize(
-    ("variables", "place"),
-    [
-        (
-            {"RANK": "5", "WORLD_SIZE": "8", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            (1, 1, 2),
-        ),
-        # srun -m cyclic: rank 5 of 8 is the third one of node 1
-        (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_NTASKS": "8",
-                "SLURM_NODEID": "1",
-                "SLURM_LOCALID": "2",
-                "SLURM_NNODES": "2",
-            },
-            (1, 2, 2),
-        ),
-    ],
-    ids=["torchrun", "srun"],
-)
-def test_nodes_of_launchers(
-    variables: dict[str, str], place: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    sampler = DistributedSampler(range(80), partition="node")
-    assert sampler._place == place
-    assert set(sampler) <= set(itertools.chain(*by_node(2, 1, 80)[1]))
-    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4)._place == (3, 0, 4)
 
 
 @pytest.mark.parametrize("task", [("0", "1"), ("0", "2")], ids=["a script", "a daemon on each node"])

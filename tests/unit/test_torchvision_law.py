@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,11 @@ from PIL import Image
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError
-from fastload.images import SampleRng, decode_image, fallback, sample_seed
-from fastload.images import kernel as native
+from fastload.images import SampleRng, decode_image, sample_seed
 from fastload.images.rng import TorchRng
 from tests.laws import far, kolmogorov
+from tests.loaderdata import default
+from tests.photos import path as path
 from tests.photos import pillow_jpeg, psnr, scene
 
 transforms: Any = torchvision.transforms
@@ -31,18 +31,6 @@ LAWS = [
     ((0.01, 0.02), (0.2, 5.0)),
     ((0.3, 1), (2, 3)),
 ]
-
-
-@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each way that images are decoded and resized."""
-    if request.param == "kernel" and native.kernel is None:
-        pytest.skip("the kernel is not built")
-    if request.param != "kernel":
-        monkeypatch.setattr(native, "kernel", None)
-    if request.param == "fallback without Pillow":
-        monkeypatch.setattr(fallback, "Image", None)
-    yield request.param
 
 
 def filled(transform: Any, image: Any, seed: int = 0) -> Pixels:
@@ -267,7 +255,7 @@ def test_other_resizes_are_refused_with_advice(arguments: dict[str, Any], words:
         RandomResizedCrop(224, **arguments)
 
 
-@pytest.mark.parametrize("change", ["dtype", "device"])
+@pytest.mark.parametrize("change", ["float64", "meta"])
 def test_the_default_dtype_and_device_change_no_sample(path: str, change: str) -> None:
     pixels = scene(161, 119)
 
@@ -277,11 +265,6 @@ def test_the_default_dtype_and_device_change_no_sample(path: str, change: str) -
         return [*crops, CenterCrop(48, resize=60)(pixels), CenterCrop(130)(pixels)]
 
     expected = samples()
-    try:
-        torch.set_default_dtype(torch.float64 if change == "dtype" else torch.float32)
-        torch.set_default_device("meta" if change == "device" else None)
+    with default(change):
         found = samples()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
     assert all(map(torch.equal, found, expected))
