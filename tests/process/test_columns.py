@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import fastload
 from fastload import Jagged, ParquetDataset, ShardSampler, TableDataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.testing.promises import contents
+from tests.loaderdata import through_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -236,7 +236,7 @@ def run(
         dataset = ParquetDataset(url, batches="columns", **options)
         made = loader(dataset, sampler=ShardSampler(dataset, ranks, rank, seed=2), num_workers=workers)
         if state is not None:
-            made.load_state_dict(json.loads(json.dumps(state)))
+            made.load_state_dict(through_json(state))
         ids.append([n for batch in itertools.islice(made, steps) for n in batch["id"].tolist()])
         states.append(made.state_dict())
     return ids, states

@@ -34,6 +34,12 @@ WITH_IMAGES = [kind for kind in ALONE if kind.transform is not None]
 DAMAGED = [kind for kind in AT_RANDOM if kind.own_photos and kind.transform is not None]
 
 
+# "auto" is the mode of all tests that name none.
+every_mode = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.stress] if mode == "auto" else []) for mode in MODES]
+)
+
+
 def of(kinds: list[Kind]) -> Any:
     return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.folder)
 
@@ -302,7 +308,7 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
     assert made == contents(batches[2])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @of(WITH_IMAGES)
 def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cache(
     kind: Kind, mode: Any, written: Written, tmp_path: Path
@@ -329,7 +335,7 @@ def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cac
         assert contents(in_order(kind.make(written(kind)))) == contents(from_cache)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @of(WRAPPERS)
 def test_every_cache_mode_gives_the_same_samples_through_wrappers(
     kind: Kind, mode: Any, written: Written, tmp_path: Path
@@ -370,13 +376,15 @@ def shape_of(batch: Any) -> Any:
 
 
 @of(DAMAGED)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> None:
+def test_damaged_sample_is_named(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind, damaged=True))
     with pytest.raises(fastload.errors.DecodeError) as caught:
-        list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=workers))
+        list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=1))
     key = caught.value.key
     assert key and f"decode {key!r}" in str(caught.value)
+    with pytest.raises(fastload.errors.DecodeError) as direct:
+        dataset[BAD[0]]
+    assert direct.value.key == key
     if kind.wraps:
         assert f"{BAD[0]:02d}" in key
     else:  # "KEY (images[0] of row 5)" where a field is a list

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import pickle
 import random
@@ -18,7 +17,7 @@ import torch
 from fastload import BudgetSampler, DataLoader
 from fastload.errors import ArgumentError
 from fastload.order.budget_batches import best_fit
-from tests.loaderdata import identity
+from tests.loaderdata import identity, through_json
 
 CASES = 10_000  # in ten parts, of which `make test` runs two
 N = 90
@@ -172,7 +171,7 @@ def check_ranks(
     iterator = iter(begun)
     for _ in range(step):
         next(iterator)
-    state = json.loads(json.dumps(begun.state_dict()))
+    state = through_json(begun.state_dict())
     others = ranks(second)
     for sampler in others:
         sampler.load_state_dict(state)
@@ -405,7 +404,7 @@ def test_digests_of_ranks_do_not_depend_on_workers_and_resume(pack: bool, worker
             iterator = iter(run)
             for _ in range(3):
                 next(iterator)
-            state = json.loads(json.dumps(run.state_dict()))
+            state = through_json(run.state_dict())
             run = loader(2, 1, pack=pack, num_workers=0 if workers else 1)
             run.load_state_dict(state)
         list(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
+from tests.loaderdata import through_json
 from tests.patience import PATIENCE
 
 LENGTHS = (0, 1, 2, 7, 10, 31, 97)
@@ -191,7 +191,7 @@ def test_another_number_of_ranks_goes_on(before: int, after: int, mode: str) -> 
             assert all(state == states[0] for state in states), "the same dict on every rank"
         second = ranks(length, after, mode=mode, seed=5)
         for sampler in second:
-            sampler.load_state_dict(json.loads(json.dumps(states[0])))
+            sampler.load_state_dict(through_json(states[0]))
             assert sampler.state_dict() == states[0]
         rest = [list(sampler) for sampler in second]
         counts = Counter(itertools.chain(*seen, *rest))
@@ -315,7 +315,7 @@ class Run(RuleBasedStateMachine):
         if self.iterators is None:
             for sampler in self.samplers:
                 sampler._start_epoch()
-        state = json.loads(json.dumps(self.samplers[0].state_dict()))
+        state = through_json(self.samplers[0].state_dict())
         self.samplers = ranks(self.length, world, **self.options)
         for sampler in self.samplers:
             sampler.load_state_dict(state)
@@ -484,7 +484,7 @@ def test_another_number_of_nodes_goes_on(
     state = states[0] if steps else first[0].state_dict()
     second = by_node(*after, length, **options)
     for sampler in itertools.chain(*second):
-        sampler.load_state_dict(json.loads(json.dumps(state)))
+        sampler.load_state_dict(through_json(state))
     rest = draw(second)
     if state["epoch"] == 0:
         assert sum(rest, Counter(itertools.chain(*seen))) == Counter(range(length))
