@@ -127,19 +127,15 @@ def test_another_batch_from_an_epoch_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "launcher", ["srun", *(pytest.param(name, marks=pytest.mark.stress) for name in ("mpirun", "horovodrun"))]
 )
-def test_ranks_of_other_launchers_join_as_those_of_torchrun(tmp_path: Path, launcher: str) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
-    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
-    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
-    updates = updates_seen(tmp_path, 2, 1)
-    assert sorted(chain(*updates)) == list(range(SAMPLES))
-
-
-def test_statistics_of_a_checkpoint_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_all(
+    tmp_path: Path, launcher: str
+) -> None:
     """Without evaluation too: the mean of what each rank has averaged over its own batches."""
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
     arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
-    assert Ranks(2, tmp_path, arguments).wait() == [0, 0]
+    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
+    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
+    assert sorted(chain(*updates_seen(tmp_path, 2, 1))) == list(range(SAMPLES))
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"]
     points = tests.resnet50.Points(SAMPLES)
     means = []
