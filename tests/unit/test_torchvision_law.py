@@ -170,32 +170,28 @@ def shapes() -> list[tuple[int, int]]:
     return [(1, 1), (1, 60), (60, 1), (40, 40), (41, 40), (40, 41), (39, 41), (200, 7), *odd]
 
 
-@pytest.mark.parametrize("size", [40, 41, (40, 61), (61, 40), (1, 90), [33]])
-def test_centre_crop_is_torchvisions_to_the_bit(path: str, size: Any) -> None:
-    """With padding, on the same sides as torchvision."""
+@pytest.mark.parametrize(
+    ("size", "resize"),
+    [
+        *((size, None) for size in (40, 41, (40, 61), (61, 40), (1, 90), [33])),
+        *((40, 46), (40, 40), (41, 40), (40, 39), (64, 30), ((30, 70), 35), ((70, 30), 36)),
+    ],
+)
+def test_centre_crop_is_torchvisions(path: str, size: Any, resize: int | None) -> None:
+    """To the bit where nothing is resized. With padding, on the same sides as torchvision."""
+    theirs = transforms.Compose(
+        [*([transforms.Resize(resize)] if resize else []), transforms.CenterCrop(size)]
+    )
+    crop, last = CenterCrop(size, resize=resize), CenterCrop(size, resize=resize, channels_last=True)
     for width, height in shapes():
         pixels = scene(width, height) | 1  # no black pixel in it
-        expected = np.asarray(transforms.CenterCrop(size)(Image.fromarray(pixels)))
-        np.testing.assert_array_equal(filled(CenterCrop(size), pixels), expected)
-        np.testing.assert_array_equal(filled(CenterCrop(size, channels_last=True), pixels), expected)
-        called = CenterCrop(size)(Image.fromarray(pixels))
-        np.testing.assert_array_equal(called.permute(1, 2, 0).numpy(), expected)
-
-
-@pytest.mark.parametrize(
-    ("size", "resize"), [(40, 46), (40, 40), (41, 40), (40, 39), (64, 30), ((30, 70), 35), ((70, 30), 36)]
-)
-def test_centre_crop_with_resize_is_torchvisions_resize_and_centre_crop(
-    path: str, size: Any, resize: int
-) -> None:
-    theirs = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
-    for width, height in shapes():
-        pixels = scene(width, height)
-        expected = theirs(Image.fromarray(pixels))
-        assert_alike(filled(CenterCrop(size, resize=resize), pixels), expected, path)
-        assert_alike(filled(CenterCrop(size, resize=resize, channels_last=True), pixels), expected, path)
-        called = CenterCrop(size, resize=resize)(Image.fromarray(pixels))
-        assert_alike(called.permute(1, 2, 0).numpy(), expected, path)
+        image = Image.fromarray(pixels)
+        expected = theirs(image)
+        for found in (filled(crop, pixels), filled(last, pixels), crop(image).permute(1, 2, 0).numpy()):
+            if resize is None:
+                np.testing.assert_array_equal(found, np.asarray(expected))
+            else:
+                assert_alike(found, expected, path)
 
 
 def test_centre_crop_of_a_jpeg_is_torchvisions(path: str) -> None:
