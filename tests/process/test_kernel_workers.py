@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import Cache, CenterCrop, DataLoader, File, ImageFolder, ObjectDataset, RandomResizedCrop
@@ -74,14 +73,6 @@ class OwnCrop(RandomResizedCrop):
     """Code of the user's would run in it."""
 
 
-def own_collate(samples: list[Any]) -> Any:
-    return default_collate(samples)
-
-
-def nothing(worker_id: int) -> None:
-    pass
-
-
 THREADS: dict[str, Callable[[Path], Any]] = {
     "a folder": images,
     "objects": lambda root: ObjectDataset(str(root / "a"), transform=CenterCrop(16, resize=20)),
@@ -92,7 +83,7 @@ THREADS: dict[str, Callable[[Path], Any]] = {
 PROCESSES: dict[str, Callable[[Path], Any]] = {
     "a user's dataset": lambda root: Numbers(8),
     "an overriding method": lambda root: OwnSamples(str(root), CROP),
-    "a user's transform": lambda root: images(root, as_it_is_of_bytes),
+    "a user's transform": lambda root: images(root, str),
     "a user's crop": lambda root: images(root, OwnCrop(16)),
     "target_transform": lambda root: images(root, target_transform=int),
     "map": lambda root: fastload.map(images(root), identity),
@@ -106,15 +97,11 @@ PROCESSES: dict[str, Callable[[Path], Any]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "processes": {"processes": True},
-    "collate_fn": {"collate_fn": own_collate},
-    "worker_init_fn": {"worker_init_fn": nothing},
+    "collate_fn": {"collate_fn": identity},
+    "worker_init_fn": {"worker_init_fn": identity},
     "threads": {"threads": 2},
     "samples without batches": {"batch_size": None},
 }
-
-
-def as_it_is_of_bytes(image: Any) -> torch.Tensor:
-    return torch.zeros(3)
 
 
 @pytest.mark.parametrize("dataset", THREADS)
