@@ -60,6 +60,15 @@ def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
         file.write(bytes([byte ^ mask]))
 
 
+def no_room(number: int) -> Callable[..., None]:
+    """A function that fails with this error of the system."""
+
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
 def in_child(action: Callable[[], bool]) -> bool:
     """Run `action` in a forked child, as torch's workers start; True if it returned True there."""
     with warnings.catch_warnings():

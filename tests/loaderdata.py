@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -9,7 +10,9 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +106,40 @@ def identity(samples: Any) -> Any:
     return samples
 
 
+def told(batch: Any) -> Any:
+    """A batch as lists, to be compared."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {name: told(part) for name, part in batch.items()}
+    return [told(part) for part in batch] if isinstance(batch, list | tuple) else batch
+
+
+def through_json(state: Any) -> Any:
+    return json.loads(json.dumps(state))
+
+
+@contextmanager
+def default(name: str) -> Iterator[None]:
+    """Let torch have another default dtype; or, with "meta", another default device."""
+    if name == "meta":
+        with torch.device("meta"):
+            yield
+        return
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def seed_all(number: int) -> None:
+    """Seed the process's generators of torch, Python and numpy."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
 def randomness(_: int) -> tuple[Any, ...]:
     info = get_worker_info()
     who = (info.id, info.num_workers, info.seed) if info is not None else None
@@ -117,6 +154,18 @@ def picture(_: int) -> torch.Tensor:
 def numbered(index: int) -> torch.Tensor:
     """100 KB that say which sample it is."""
     return torch.full((25_000,), index, dtype=torch.float32)
+
+
+@dataclass
+class Gate:
+    """Sample 0 waits for a file."""
+
+    path: Path
+
+    def __call__(self, index: int) -> int:
+        while index == 0 and not self.path.exists():
+            time.sleep(0.01)
+        return index
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
+from fastload.images import fallback
 from fastload.images import kernel as native
 
 Pixels = NDArray[np.uint8]
@@ -116,3 +119,27 @@ def psnr(a: Pixels, b: Pixels) -> float:
     """Peak signal-to-noise ratio in dB; 99 when equal."""
     error = float(np.mean((a.astype(np.float64) - b) ** 2))
     return 99.0 if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+# --- Fixtures, for modules that import them ---------------------------------------------------------------
+
+
+@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way that images are decoded and resized."""
+    if request.param == "kernel" and native.kernel is None:
+        pytest.skip("the kernel is not built")
+    if request.param != "kernel":
+        monkeypatch.setattr(native, "kernel", None)
+    if request.param == "fallback without Pillow":
+        monkeypatch.setattr(fallback, "Image", None)
+    return str(request.param)
+
+
+@pytest.fixture(params=["simd", "scalar"])
+def simd(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both forms of the kernel's resize."""
+    kernel: Any = native.kernel
+    kernel._set_simd(request.param == "simd")
+    yield request.param
+    kernel._set_simd(True)

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import RandomResizedCrop
 from fastload.datasets.wrappers import view_of
+from fastload.formats.pieces import Record, Splitter
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader, row_groups
@@ -81,6 +82,21 @@ def parquet(rows: pa.Table | dict[str, Any], row_group_size: int = 12, **options
     found = rows if isinstance(rows, pa.Table) else pa.table(rows)
     pq.write_table(found, file, row_group_size=row_group_size, **options)
     return file.getvalue()
+
+
+def split(
+    make: Callable[[int, int | None], Splitter], data: bytes, *, piece: int = 1 << 20, known: bool = True
+) -> list[Record]:
+    """All records of a shard that arrives in pieces; `known`: its size is."""
+    splitter = make(0, len(data) if known else None)
+    found: list[Record] = []
+    for start in range(0, len(data), piece):
+        splitter.feed(memoryview(data)[start : start + piece])
+        found += iter(splitter.next, None)
+    splitter.close()
+    found += iter(splitter.next, None)
+    assert splitter.next() is None
+    return found
 
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}

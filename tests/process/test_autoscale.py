@@ -192,11 +192,9 @@ def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **
 @pytest.mark.parametrize(
     ("numbers", "persistent", "in_order"),
     [
-        *(([1, 4, 1, 4], *options) for options in [(False, True), (True, False), (True, True)]),
+        ([1, 4, 1, 4], True, False),
         ([1, 2, 3, 4], False, True),
-        ([4, 3, 2, 1], True, False),
         ([2, 1, 1, 3, 3, 1], True, True),
-        ([1], False, True),
     ],
     ids=str,
 )
@@ -212,7 +210,7 @@ def test_exactly_once_while_growing_and_parking(
         assert not in_order or found == [list(range(101))[i : i + 3] for i in range(0, 101, 3)]
 
 
-@pytest.mark.parametrize("break_at", [0, 1, 5])
+@pytest.mark.parametrize("break_at", [0, 5])
 def test_an_epoch_that_is_broken_off(break_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = auto(Numbers(60), 2, [1, 3, 2], monkeypatch, persistent_workers=True)
     for _ in range(3):

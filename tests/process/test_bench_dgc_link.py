@@ -74,7 +74,9 @@ def test_a_tiny_run_compares_both_exchanges(tmp_path: Path) -> None:
 
 
 @root_only
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.stress)]
+)
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(COMMAND, cwd=ROOT, stdout=subprocess.PIPE, env=environment) as bench:

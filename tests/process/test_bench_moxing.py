@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from bench.measure import moxing
 from bench.show import moxing_table
 from fastload import Cache
 from fastload.cli.demo.s3_server import serve_s3
-from tests.patience import PATIENCE
 
-ROOT = Path(__file__).parents[2]
 IMAGES = 16
 
 
@@ -38,13 +35,15 @@ def test_images_and_records_are_decoded_and_bytes_are_not(tmp_path: Path) -> Non
     assert batches[0]["image"].shape[1:] == image.shape and batches[0]["image"].dtype == torch.uint8
 
 
-def test_a_tiny_run_writes_the_table_and_the_chart(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "moxing", "--images", str(IMAGES), "--repeats", "1", "--json"]
-    done = subprocess.run(
-        [*command, "--results", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
+def test_a_tiny_run_writes_the_table_and_the_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["moxing", "--images", str(IMAGES), "--repeats", "1", "--json", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    moxing.main()
+    said = capsys.readouterr()
+    document = json.loads(said.out.splitlines()[-1])
     kinds = {f"{kind}, {mode}" for kind, modes in moxing.MODES.items() for mode in ("without", *modes)}
     assert document["rates"].keys() == document["megabytes"].keys() == kinds
     for name, rate in document["rates"].items():
@@ -52,7 +51,7 @@ def test_a_tiny_run_writes_the_table_and_the_chart(tmp_path: Path) -> None:
     stem = f"moxing-{document['date'][:10]}"
     assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.json", f"{stem}.png", f"{stem}-dark.png"}
     assert json.loads((tmp_path / f"{stem}.json").read_text()) == document
-    assert moxing_table.markdown(document) in done.stderr
+    assert moxing_table.markdown(document) in said.err
 
 
 def test_shares_of_the_demand_are_those_of_the_row() -> None:

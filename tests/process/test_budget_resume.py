@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastload import BudgetSampler, DataLoader, PackTokens, TokenDataset
 from fastload.cli.demo.s3_server import serve_s3
+from tests.loaderdata import through_json
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -59,7 +59,7 @@ class Run:
                 dataset, batch_sampler=sampler, collate_fn=collate, num_workers=workers, seed=3
             )
             if state is not None:
-                loader.load_state_dict(json.loads(json.dumps(state)))
+                loader.load_state_dict(through_json(state))
             self.loaders.append(loader)
 
     def read(self, steps: int | None = None) -> list[list[list[int]]]:

@@ -40,11 +40,10 @@ def loader_of(dataset: Any, num_workers: int, persistent: bool = False) -> DataL
     )
 
 
-@pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_each_epoch_has_its_size(folder: Path, num_workers: int, persistent: bool, subset: bool) -> None:
+def test_each_epoch_has_its_size(folder: Path, num_workers: int, persistent: bool) -> None:
     images_of_folder = ImageFolder(str(folder), by_epoch())
-    dataset: Any = Subset(images_of_folder, range(1, 11)) if subset else images_of_folder
+    dataset: Any = Subset(images_of_folder, range(1, 11))
     loader = loader_of(dataset, num_workers, persistent)
     pids = set()
     for size in SIZES:
@@ -56,8 +55,7 @@ def test_each_epoch_has_its_size(folder: Path, num_workers: int, persistent: boo
     assert len(pids) == min(1, num_workers) * (1 if persistent else len(SIZES))
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("epochs", "num_workers"), [(1, 1), (2, 0)])
 def test_a_resumed_run_has_the_same_pixels(folder: Path, epochs: int, num_workers: int) -> None:
     loader = loader_of(ImageFolder(str(folder), by_epoch()), 2, persistent=True)
     for _ in range(epochs):

@@ -19,7 +19,7 @@ from fastload.cache import Cache
 from fastload.cache import access as access_module
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
-from tests.cachedata import fill, in_child, marker, payload_of
+from tests.cachedata import fill, in_child, marker, no_room, payload_of
 from tests.patience import PATIENCE
 
 
@@ -68,13 +68,6 @@ def test_dead_readers_are_cleared(open_cache: Callable[..., Cache], tmp_path: Pa
     assert directory is not None and "no active readers" in directory.index._env.readers().lower()
 
 
-def _no_room(number: int) -> Callable[..., None]:
-    def fails(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fails
-
-
 def _no_room_in_the_index(*_: object) -> None:
     raise lmdb.DiskError("No space left on device")
 
@@ -91,7 +84,7 @@ def test_without_room_for_the_mark_it_is_only_read(
             patched.setattr(index_module.Index, "set_used_bytes", _no_room_in_the_index)
         else:
             number = errno.ENOSPC if step == "disk" else errno.EDQUOT
-            patched.setattr(directory_module.Directory, "_write_state", _no_room(number))
+            patched.setattr(directory_module.Directory, "_write_state", no_room(number))
         assert all(cache.read(key) == payload for key, payload in content.items())
         assert cache.counters["cache.failures"] == 0
         with pytest.warns(RuntimeWarning, match="has no room left on its disk: its records are read"):

@@ -223,10 +223,9 @@ def test_rates_are_of_the_epoch_that_ran_last() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("subset", [False, True])
-def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers: int, subset: bool) -> None:
+def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers: int) -> None:
     dataset: Any = cached(Work(12, 0.0), Cache(tmp_path / "cache"))
-    loader = DataLoader(Subset(dataset, range(12)) if subset else dataset, 3, num_workers=num_workers)
+    loader = DataLoader(Subset(dataset, range(12)), 3, num_workers=num_workers)
     first, second = epoch(loader)["counters"], epoch(loader)["counters"]
     dataset.close()
     assert (first["cache.misses"], first.get("cache.hits", 0)) == (12, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from fastload import (
 from fastload.errors import ArgumentError, DecodeError
 from fastload.gpu.dali import why_no_dali
 from tests.encodedimages import psnr, undecodable
-from tests.photos import pillow_jpeg, png, scene
+from tests.photos import oriented, pillow_jpeg, png, scene
 from tests.sharddata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
@@ -310,11 +309,7 @@ def test_epochs_that_are_broken_off(folder: Any, decoder: str) -> None:
 @needs_dali
 def test_exif_is_not_applied(tmp_path: Path) -> None:
     """No decoder applies it: torchvision's loader does not, and the crops would differ."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    file = BytesIO()
-    Image.fromarray(scene(120, 60)).save(file, "JPEG", exif=exif, quality=95)
-    (tmp_path / "a.jpg").write_bytes(file.getvalue())
+    (tmp_path / "a.jpg").write_bytes(pillow_jpeg(scene(120, 60), exif=oriented(6), quality=95))
     dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48, resize=55))
     [expected] = DataLoader(dataset, 1)
     [images] = DataLoader(dataset, 1, decoder="dali")

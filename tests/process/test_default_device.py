@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,13 @@ from torch.utils.data import Dataset, RandomSampler, default_convert
 
 import fastload
 from fastload import CenterCrop, DataLoader, DistributedSampler, ImageFolder
+from tests.loaderdata import default
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import shards
 
 LENGTH = 30
 # "meta" stands for "cuda": a device whose tensors the order and a batch in host memory cannot be made of.
 DEFAULTS = ["float64", "bfloat16", "meta"]
-
-
-@contextlib.contextmanager
-def default(name: str) -> Iterator[None]:
-    if name == "meta":
-        with torch.device("meta"):
-            yield
-        return
-    torch.set_default_dtype(getattr(torch, name))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 class Samples(Dataset[Any]):

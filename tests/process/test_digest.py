@@ -28,7 +28,7 @@ from fastload import (
 )
 from fastload.errors import ArgumentError
 from tests import sharddata
-from tests.loaderdata import Numbers, Stream
+from tests.loaderdata import Numbers, Stream, through_json
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -330,7 +330,7 @@ def test_state_stays_small() -> None:
     digest = loader._context.digest
     for epoch in range(1, 150):
         digest.add(epoch, 0, None)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = through_json(loader.state_dict())
     assert len(json.dumps(state["digest"])) < 8000
     again = DataLoader(Numbers(1500), 1)
     again.load_state_dict(state)

@@ -27,7 +27,7 @@ from fastload.errors import ArgumentError
 from fastload.metrics.bottleneck import BOTTLENECKS
 from fastload.metrics.counters import Counters, Meter
 from fastload.metrics.exporters import METRICS
-from tests.loaderdata import Numbers
+from tests.loaderdata import Gate, Numbers
 from tests.patience import PATIENCE, wait_until
 
 pytestmark = [
@@ -214,18 +214,6 @@ def test_an_epoch_that_begins_during_a_scrape_makes_no_rate_negative() -> None:
     counters.add("get.bytes", 1000)
     started.append(True)
     assert meter.gauges()["get.bytes_per_second"] >= 0
-
-
-class Gate:
-    """Sample 0 waits for a file, while the other workers go on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, index: int) -> int:
-        while index == 0 and not self.path.exists():
-            threading.Event().wait(0.01)
-        return index
 
 
 def test_scrapes_before_the_first_batch_have_no_share_above_one(tmp_path: Path) -> None:

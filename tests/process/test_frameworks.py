@@ -53,6 +53,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.stress  # what DDP imports takes seconds a rank; torchrun without it: test_try
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "train.py"

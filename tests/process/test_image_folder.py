@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.datasets.objects import ReadOnlyList
-from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
+from fastload.errors import ArgumentError, NotFoundError
 from fastload.gpu.dali import why_no_dali
 from tests.faultserver import LIST, FaultServer
 from tests.photos import pillow_jpeg, scene
@@ -366,11 +366,3 @@ def test_hooks_of_torchvision_are_refused_in_a_subclass(name: str, tree: Path) -
     hooked = type("Hooked", (ImageFolder,), {name: lambda self, *arguments: None})
     with pytest.raises(ArgumentError, match=rf"Hooked\.{name} is not supported: "):
         hooked(str(tree))
-
-
-def test_a_bad_image_names_its_key_by_getitem_too(tree: Path, folder: Any) -> None:
-    (tree / "bee/b.jpg").write_bytes(b"<html>")
-    with pytest.raises(DecodeError, match=r"'bee/b\.jpg'"):
-        dataset = folder(CROP)
-        dataset[dataset.samples.index(("bee/b.jpg", 2))]
-    assert issubclass(NotFoundError, FastloadError) and issubclass(NotFoundError, FileNotFoundError)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import Cache, CenterCrop, DataLoader, File, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, WorkerError
 from fastload.images import kernel
-from tests.loaderdata import Numbers
+from tests.loaderdata import Numbers, identity, told
 from tests.photos import pillow_jpeg, png, scene
+from tests.process.test_autoscale import Scripted
 
 CROP = RandomResizedCrop(16, flip=0.5)
 PHOTOS = 24
@@ -58,13 +58,7 @@ def kind_of(loader: DataLoader[Any]) -> tuple[str, int, int]:
 
 
 def batches_of(loader: DataLoader[Any], epochs: int = 1) -> list[Any]:
-    return [[part.clone() for part in batch] for _ in range(epochs) for batch in loader]
-
-
-def assert_same(ours: list[Any], others: list[Any]) -> None:
-    assert len(ours) == len(others)
-    for one, other in zip(ours, others, strict=True):
-        assert all(map(torch.equal, one, other))
+    return [told(batch) for _ in range(epochs) for batch in loader]
 
 
 # --- when they are threads
@@ -79,18 +73,6 @@ class OwnCrop(RandomResizedCrop):
     """Code of the user's would run in it."""
 
 
-def own_collate(samples: list[Any]) -> Any:
-    return default_collate(samples)
-
-
-def as_it_is(sample: Any) -> Any:
-    return sample
-
-
-def nothing(worker_id: int) -> None:
-    pass
-
-
 THREADS: dict[str, Callable[[Path], Any]] = {
     "a folder": images,
     "objects": lambda root: ObjectDataset(str(root / "a"), transform=CenterCrop(16, resize=20)),
@@ -101,10 +83,10 @@ THREADS: dict[str, Callable[[Path], Any]] = {
 PROCESSES: dict[str, Callable[[Path], Any]] = {
     "a user's dataset": lambda root: Numbers(8),
     "an overriding method": lambda root: OwnSamples(str(root), CROP),
-    "a user's transform": lambda root: images(root, as_it_is_of_bytes),
+    "a user's transform": lambda root: images(root, str),
     "a user's crop": lambda root: images(root, OwnCrop(16)),
     "target_transform": lambda root: images(root, target_transform=int),
-    "map": lambda root: fastload.map(images(root), as_it_is),
+    "map": lambda root: fastload.map(images(root), identity),
     "decode": lambda root: ObjectDataset(str(root / "a"), decode=len),
     "nearest": lambda root: images(root, CenterCrop(16, interpolation="nearest")),
     "a table": lambda root: fastload.TableDataset(
@@ -115,15 +97,11 @@ PROCESSES: dict[str, Callable[[Path], Any]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "processes": {"processes": True},
-    "collate_fn": {"collate_fn": own_collate},
-    "worker_init_fn": {"worker_init_fn": nothing},
+    "collate_fn": {"collate_fn": identity},
+    "worker_init_fn": {"worker_init_fn": identity},
     "threads": {"threads": 2},
     "samples without batches": {"batch_size": None},
 }
-
-
-def as_it_is_of_bytes(image: Any) -> torch.Tensor:
-    return torch.zeros(3)
 
 
 @pytest.mark.parametrize("dataset", THREADS)
@@ -169,8 +147,7 @@ def test_batches_and_digests_are_those_of_processes(mode: Any, root: Path, tmp_p
             images(root, cache=cache), 5, shuffle=True, num_workers=3, seed=7, processes=processes
         )
         made.append((batches_of(loader, epochs=2), loader.state_dict()["digest"]))
-    assert_same(made[0][0], made[1][0])
-    assert made[0][1] == made[1][1]
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (False, False)])
@@ -189,10 +166,10 @@ def test_resumed_with_others(before: bool, after: bool, root: Path) -> None:
     whole = batches_of(loader(2, False))
     first = loader(3, before)
     iterator = iter(first)
-    seen = [[part.clone() for part in next(iterator)] for _ in range(3)]
+    seen = [told(next(iterator)) for _ in range(3)]
     second = loader(2, after)
     second.load_state_dict(first.state_dict())
-    assert_same(seen + batches_of(second), whole)
+    assert seen + batches_of(second) == whole
 
 
 @pytest.mark.parametrize("on_error", ["repeat", "replace"])
@@ -208,8 +185,7 @@ def test_bad_samples_are_settled_alike(on_error: str, root: Path, tmp_path: Path
         )
         batches, stats = batches_of(loader), loader.stats()
         made.append((batches, sorted(stats["bad"]), stats["counters"]["bad.samples"]))
-    assert_same(made[0][0], made[1][0])
-    assert made[0][1:] == made[1][1:] and made[0][2]
+    assert made[0] == made[1] and made[0][2]
 
 
 def test_persistent_workers_leave_out_and_skip(root: Path) -> None:
@@ -220,32 +196,21 @@ def test_persistent_workers_leave_out_and_skip(root: Path) -> None:
         )
         seen = batches_of(loader)
         for step, batch in enumerate(loader):
-            seen.append([part.clone() for part in batch])
+            seen.append(told(batch))
             if step == 0:
                 loader.exclude([9, 22])
                 loader.skip([4])
         made.append(seen)
-    assert_same(*made)
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_start_methods(method: str, root: Path) -> None:
-    loaders = [
-        DataLoader(images(root), 8, num_workers=2, seed=1, multiprocessing_context=context)
+    made = [
+        batches_of(DataLoader(images(root), 8, num_workers=2, seed=1, multiprocessing_context=context))
         for context in (method, "fork")
     ]
-    assert_same(*map(batches_of, loaders))
-
-
-def test_pillow_decodes_in_threads_too(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    for number in range(8):
-        (tmp_path / "c" / f"{number}.png").write_bytes(png(Image.fromarray(scene(40, 40, number))))
-    made = [
-        batches_of(DataLoader(images(tmp_path), 8, num_workers=2, seed=1, processes=processes))
-        for processes in (False, True)
-    ]
-    assert_same(*made)
+    assert made[0] == made[1]
 
 
 # --- promises of worker processes
@@ -279,41 +244,21 @@ def test_torch_warns_of_many_processes_and_not_of_threads(root: Path) -> None:
 @pytest.mark.parametrize(("threads", "processes"), [(8, 1), (9, 2), (20, 3)])
 def test_a_process_has_at_most_eight_threads(threads: int, processes: int, root: Path) -> None:
     loader = DataLoader(images(root), 2, num_workers=threads, seed=1)
-    assert_same(batches_of(loader), batches_of(DataLoader(images(root), 2, seed=1)))
+    assert batches_of(loader) == batches_of(DataLoader(images(root), 2, seed=1))
     assert kind_of(loader) == ("threads", threads, processes)
-
-
-class Scripted:
-    """Says the next number after every batch."""
-
-    def __init__(self, numbers: Iterator[int]) -> None:
-        self.numbers, self.workers, self.ahead = numbers, 1, 2
-
-    def start_epoch(self, handed_over: float) -> None:
-        pass
-
-    def end_epoch(self) -> None:
-        pass
-
-    def sentence(self) -> str:
-        return "scripted"
-
-    def look(self, counters: Any, in_flight: int) -> int:
-        self.workers = next(self.numbers, self.workers)
-        return self.workers
 
 
 def test_auto_switches_threads(root: Path) -> None:
     loader = DataLoader(images(root), 2, num_workers="auto", seed=1)
-    loader._context.autoscaler = Scripted(iter([3, 2, 4, 1, 2]))  # type: ignore[assignment]
+    loader._context.autoscaler = Scripted([3, 2, 4, 1, 2])  # type: ignore[assignment]
     iterator: Any = iter(loader)
     seen, counts = [], []
     for batch in iterator:
-        seen.append([part.clone() for part in batch])
+        seen.append(told(batch))
         counts.append((iterator._engine.kernel_threads, len(iterator._workers)))
     assert [threads for threads, _ in counts[:5]] == [3, 2, 4, 1, 2]
     assert {processes for _, processes in counts} == {1}
-    assert_same(seen, batches_of(DataLoader(images(root), 2, seed=1)))
+    assert seen == batches_of(DataLoader(images(root), 2, seed=1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

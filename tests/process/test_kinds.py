@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import ConcatDataset, Subset
 
 import fastload
@@ -22,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.testing import DatasetTests, IterableDatasetTests
 from fastload.testing.promises import contents
 from tests.kinds import BAD, COUNT, KINDS, MODES, Kind, number, numbers, photo, photo_or_damage
+from tests.loaderdata import seed_all, through_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -35,6 +32,12 @@ SHARDED = [kind for kind in KINDS if kind.sharded]
 WRAPPERS = [kind for kind in KINDS if kind.wraps and kind.transform is not None]
 WITH_IMAGES = [kind for kind in ALONE if kind.transform is not None]
 DAMAGED = [kind for kind in AT_RANDOM if kind.own_photos and kind.transform is not None]
+
+
+# "auto" is the mode of all tests that name none.
+every_mode = pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.stress] if mode == "auto" else []) for mode in MODES]
+)
 
 
 def of(kinds: list[Kind]) -> Any:
@@ -74,10 +77,6 @@ def at_random(dataset: Any, workers: int = 0, **options: Any) -> Any:
 def in_order(dataset: Any) -> list[Any]:
     """The batches of an epoch by index, unshuffled."""
     return list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), seed=3))
-
-
-def through_json(state: Any) -> Any:
-    return json.loads(json.dumps(state))
 
 
 def flat(batches: Any) -> list[int]:
@@ -140,8 +139,7 @@ def test_seed_is_one_run_whatever_the_scripts_draw(kind: Kind, written: Written,
         loader = fastload.DataLoader(dataset, BATCH, shuffle=True, seed=seed, num_workers=workers)
         epochs = []
         for epoch in range(2):
-            for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-                set_seed(entropy + epoch)
+            seed_all(entropy + epoch)
             epochs.append([contents(batch) for batch in loader])
         return epochs, loader.digest()
 
@@ -310,7 +308,7 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
     assert made == contents(batches[2])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @of(WITH_IMAGES)
 def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cache(
     kind: Kind, mode: Any, written: Written, tmp_path: Path
@@ -337,7 +335,7 @@ def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cac
         assert contents(in_order(kind.make(written(kind)))) == contents(from_cache)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @of(WRAPPERS)
 def test_every_cache_mode_gives_the_same_samples_through_wrappers(
     kind: Kind, mode: Any, written: Written, tmp_path: Path
@@ -365,18 +363,28 @@ def test_every_cache_mode_gives_the_same_samples_through_wrappers(
 @of([kind for kind in WITH_IMAGES if not kind.streamed and not isinstance(kind.transform, dict)])
 def test_transform_that_is_set_later_is_used(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind))
-    dataset.transform = CenterCrop((9, 7))
-    assert contents(in_order(dataset)[0])[0 if kind.name == "objects" else 1][1].shape == (BATCH, 3, 9, 7)
+    loader = at_random(dataset, 1)
+    for transform, shape in ((dataset.transform, (16, 16)), (CenterCrop((9, 7)), (9, 7))):
+        dataset.transform = transform
+        assert shape_of(next(iter(loader))) == (BATCH, 3, *shape)
+    assert shape_of(dataset[0]) == (3, 9, 7)
+
+
+def shape_of(batch: Any) -> Any:
+    """The shape of its images."""
+    return next(part for _, part in contents(batch) if len(getattr(part, "shape", ())) > 2).shape
 
 
 @of(DAMAGED)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_damaged_sample_is_named(kind: Kind, workers: int, written: Written) -> None:
+def test_damaged_sample_is_named(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind, damaged=True))
     with pytest.raises(fastload.errors.DecodeError) as caught:
-        list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=workers))
+        list(fastload.DataLoader(dataset, BATCH, sampler=range(COUNT), num_workers=1))
     key = caught.value.key
     assert key and f"decode {key!r}" in str(caught.value)
+    with pytest.raises(fastload.errors.DecodeError) as direct:
+        dataset[BAD[0]]
+    assert direct.value.key == key
     if kind.wraps:
         assert f"{BAD[0]:02d}" in key
     else:  # "KEY (images[0] of row 5)" where a field is a list

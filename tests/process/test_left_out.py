@@ -20,7 +20,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.resume import reading_of
 from fastload.order.exclusions import Filter
-from tests.loaderdata import Numbers, Stream
+from tests.loaderdata import Numbers, Stream, identity, through_json
 from tests.patience import wait_until
 
 pytestmark = [
@@ -40,12 +40,8 @@ def noisy(index: int) -> tuple[int, float]:
     return index, torch.rand(()).item()
 
 
-def as_is(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def loader(dataset: Any = None, **options: Any) -> Loader:
-    options = {"batch_size": SIZE, "shuffle": True, "seed": 5, "collate_fn": as_is} | options
+    options = {"batch_size": SIZE, "shuffle": True, "seed": 5, "collate_fn": identity} | options
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         del options["shuffle"]
     if options.get("batch_sampler") is not None:
@@ -66,10 +62,6 @@ def begun(**options: Any) -> Loader:
     """A loader whose epochs are those of `undisturbed`."""
     torch.manual_seed(1)
     return loader(**options)
-
-
-def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(state))  # type: ignore[no-any-return]
 
 
 def check(found: Batch, expected: Batch, excluded: set[int]) -> int:

@@ -31,7 +31,7 @@ from fastload import (
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError
 from fastload.order import mixture_sampler
-from tests.loaderdata import Numbers, Stream
+from tests.loaderdata import Numbers, Stream, identity
 from tests.photos import scene
 from tests.sharddata import dataset as shard_dataset
 from tests.sharddata import shards, write
@@ -54,10 +54,6 @@ def noisy(name: str, index: int) -> Any:
     return name, index, torch.rand(()).item()
 
 
-def as_is(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def mixture(make: Any = named, weights: Any = None, **options: Any) -> Mixture:
     sources = {
         name: Numbers(length, partial(make, name)) for name, length in LENGTHS.items() if name in WEIGHTS
@@ -67,7 +63,7 @@ def mixture(make: Any = named, weights: Any = None, **options: Any) -> Mixture:
 
 def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(
-        dataset, **({"batch_size": 5, "shuffle": True, "seed": 3, "collate_fn": as_is} | options)
+        dataset, **({"batch_size": 5, "shuffle": True, "seed": 3, "collate_fn": identity} | options)
     )
 
 
@@ -381,7 +377,7 @@ def test_batch_sampler_of_the_users_own_goes_on_in_the_next_epoch_and_resumes() 
     def made() -> DataLoader[Any]:
         data = mixture(num_samples=20)
         sampler = Pairs(MixtureSampler(data, 1, 0), 2, False)
-        return DataLoader(data, batch_sampler=sampler, collate_fn=as_is)
+        return DataLoader(data, batch_sampler=sampler, collate_fn=identity)
 
     one, again = made(), made()
     whole = [batch for _ in range(3) for batch in one]
@@ -401,7 +397,7 @@ def test_what_would_not_use_the_weights_is_refused() -> None:
     for wrapped in (
         Subset(data, [0, 1]),
         ConcatDataset([data, data]),
-        fastload.map(data, as_is),
+        fastload.map(data, identity),
         cached(data, "/nowhere/cache"),
     ):
         with pytest.raises(ArgumentError, match=f"a {type(wrapped).__name__} of a Mixture"):

@@ -25,17 +25,8 @@ from torch.utils.data import (
 import fastload
 from fastload import DistributedSampler, File, ImageFolder, Mixture, TableDataset
 from fastload.errors import ArgumentError
-from tests.process.test_resume import (
-    ORDERS,
-    Ids,
-    Noise,
-    as_is,
-    loader,
-    seed_all,
-    seeded,
-    through_json,
-    with_order,
-)
+from tests.loaderdata import identity, seed_all, through_json
+from tests.process.test_resume import ORDERS, Ids, Noise, loader, seeded, with_order
 from tests.process.test_samples_at import folder, photos
 from tests.sharddata import dataset as shard_dataset
 from tests.sharddata import parquet, shards, write
@@ -45,7 +36,6 @@ __all__ = ["folder", "photos"]
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 N = 37
-FORMATS = Path(__file__).parent.parent / "data" / "formats"
 
 
 # --- a state says which order comes next ------------------------------------------------------------------
@@ -117,7 +107,7 @@ def test_state_of_shards_says_what_comes_next(moment: Any, tmp_path: Path) -> No
 
     def made() -> Any:
         data = shard_dataset("tar", str(tmp_path / "*.tar"), fields="cls")
-        return fastload.DataLoader(data, 16, shuffle=True, collate_fn=as_is)
+        return fastload.DataLoader(data, 16, shuffle=True, collate_fn=identity)
 
     run = made()
     moment(run)
@@ -197,7 +187,7 @@ UNKNOWN: dict[str, Callable[[int], dict[str, Any]]] = {
     "own of single pairs": lambda n: {
         "sampler": Given([(i, {"scale": i / 8}) for i in chosen(n)]),
         "batch_size": None,
-        "collate_fn": as_is,
+        "collate_fn": identity,
     },
 }
 
@@ -295,12 +285,6 @@ def test_samples_with_other_keys_are_refused_and_a_new_place_is_named(photos: Pa
                 fastload.DataLoader(table, 4).load_state_dict(state)
 
 
-def test_torchs_datasets_of_another_class_are_named() -> None:
-    state = state_of(Ids())
-    with pytest.warns(UserWarning, match="saved with a Ids, and this loader has a TensorDataset"):
-        fastload.DataLoader(TensorDataset(torch.arange(N)), 4).load_state_dict(state)
-
-
 # --- one order for a seed ---------------------------------------------------------------------------------
 
 
@@ -351,7 +335,7 @@ def test_seed_has_the_order_of_the_distributed_sampler_on_one_rank() -> None:
 
 def test_generator_that_was_given_orders_in_place_of_the_seed() -> None:
     def torchs(**options: Any) -> Any:
-        return torch.utils.data.DataLoader(Ids(), 5, collate_fn=as_is, **options)
+        return torch.utils.data.DataLoader(Ids(), 5, collate_fn=identity, **options)
 
     assert list(loader(shuffle=True, seed=1, generator=seeded(5))) == list(
         torchs(shuffle=True, generator=seeded(5))
@@ -413,15 +397,6 @@ def test_samples_of_a_mixture_that_goes_on_with_other_weights_are_those_handed_o
                 asked.samples_at(0, 0)
 
 
-def test_rows_of_a_step_can_be_excluded() -> None:
-    run = loader(shuffle=True, seed=1)
-    rows = run.samples_at(2)
-    run.exclude(rows[0])
-    run.exclude(rows)
-    seen = set(itertools.chain(*run))
-    assert seen.isdisjoint(row.index for row in rows) and len(seen) == N - len(rows)
-
-
 # --- streams ----------------------------------------------------------------------------------------------
 
 
@@ -434,7 +409,7 @@ def test_state_within_an_indexed_epoch_is_refused_where_nothing_is_indexed(
 
     def made(cache: str) -> Any:
         data = fastload.ParquetDataset(url, fields="x", cache=str(tmp_path / cache))
-        return fastload.DataLoader(data, 4, shuffle=True, collate_fn=as_is)
+        return fastload.DataLoader(data, 4, shuffle=True, collate_fn=identity)
 
     run = made("full")
     list(run)

@@ -36,6 +36,7 @@ from fastload import (
 )
 from fastload.errors import ArgumentError
 from fastload.loader.samples_at import SampleAt
+from tests.loaderdata import told
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import write
 
@@ -57,20 +58,6 @@ def folder(photos: Path, keep: Any) -> Any:
     return make
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, int | str):
-        return bool(one == other)
-    return len(one) == len(other) and all(map(equal, one, other))
-
-
-def copied(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor | int):
-        return batch.clone() if isinstance(batch, torch.Tensor) else batch
-    return [copied(part) for part in batch]
-
-
 def run(loader: Any, epochs: int = 2, stop: int | None = None) -> dict[tuple[int, int], Any]:
     """(epoch, step) -> batch; `stop`: the steps of the last epoch, which is then left."""
     seen = {}
@@ -78,7 +65,7 @@ def run(loader: Any, epochs: int = 2, stop: int | None = None) -> dict[tuple[int
     for epoch in range(first, first + epochs):
         start = loader.state_dict()["batches"]
         for step, batch in enumerate(loader, start):
-            seen[epoch, step] = copied(batch)
+            seen[epoch, step] = told(batch)
             if stop is not None and epoch == first + epochs - 1 and step == stop - 1:
                 break
     return seen
@@ -122,9 +109,9 @@ def test_every_batch_of_a_run_is_made_again(folder: Any, order: str) -> None:
     again.load_state_dict(loader.state_dict())
     for asked in (loader, again):
         for (epoch, step), batch in random.Random(0).sample(sorted(seen.items(), key=lambda one: one[0]), 5):
-            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+            assert told(asked.batch_at(step, epoch)) == batch, (epoch, step)
             rows = asked.samples_at(step, epoch)
-            labels = batch[1].tolist() if isinstance(batch[1], torch.Tensor) else [batch[1]]
+            labels = batch[1] if isinstance(batch[1], list) else [batch[1]]
             assert [row.label for row in rows] == labels
 
 
@@ -140,19 +127,19 @@ def test_asking_does_not_move_the_iteration(folder: Any) -> None:
         for step, batch in enumerate(loader):
             for other in (0, step, step + 1, 5):
                 loader.samples_at(min(other, 5), 1 - epoch)
-            assert equal(loader.batch_at(5, 1), alone[1, 5])
-            assert equal(batch, alone[epoch, step])
+            assert told(loader.batch_at(5, 1)) == alone[1, 5]
+            assert told(batch) == alone[epoch, step]
     assert torch.equal(torch.get_rng_state(), expected) or loader.generator is None
 
 
 def test_the_coming_steps_are_known(folder: Any) -> None:
     sampler = DistributedSampler(range(N), 1, 0, seed=2)
     loader = DataLoader(folder(), 8, sampler=sampler, seed=5)
-    told = {(epoch, step): loader.samples_at(step, epoch) for epoch in range(3) for step in range(6)}
-    made = {place: loader.batch_at(place[1], place[0]) for place in told}
+    rows = {(epoch, step): loader.samples_at(step, epoch) for epoch in range(3) for step in range(6)}
+    made = {place: told(loader.batch_at(place[1], place[0])) for place in rows}
     for place, batch in run(loader, epochs=3).items():
-        assert equal(made[place], batch) and [one.label for one in told[place]] == batch[1].tolist()
-        assert told[place] == loader.samples_at(place[1], place[0])
+        assert made[place] == batch and [one.label for one in rows[place]] == batch[1]
+        assert rows[place] == loader.samples_at(place[1], place[0])
 
 
 def test_crop_and_flip_are_those_of_the_batch(folder: Any, photos: Path) -> None:
@@ -167,7 +154,7 @@ def test_crop_and_flip_are_those_of_the_batch(folder: Any, photos: Path) -> None
         cut = Image.open(photos / row.key).crop((int(left), int(top), int(right), int(bottom)))
         pixels = np.asarray(cut.resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
         pixels = pixels[..., ::-1] if row.flip else pixels
-        assert abs(pixels.astype(int) - images[row.row].numpy().astype(int)).mean() < 6
+        assert abs(pixels.astype(int) - np.array(images[row.row])).mean() < 6
         assert dataset.samples[row.index] == (row.key, row.label) == (row.key, int(labels[row.row]))
 
 
@@ -195,7 +182,7 @@ def test_random_steps_are_made_again_after_changes_of_ranks_workers_and_cache(
             loader.load_state_dict(states[rank])
         for (epoch, step, rank), batch in rng.sample(sorted(seen.items(), key=lambda one: one[0]), 10):
             made = asked[rank % ranks].batch_at(step, epoch, rank=rank)
-            assert equal(made, batch), (number, epoch, step, rank)
+            assert told(made) == batch, (number, epoch, step, rank)
 
 
 def _loader(folder: Any, cache: Path, rank: int, ranks: int, workers: int, mode: Any) -> Any:
@@ -213,7 +200,7 @@ def test_another_world_is_what_its_ranks_see(folder: Any, world_size: int) -> No
         )
         for (epoch, step), batch in run(loader).items():
             made = asked.batch_at(step, epoch, rank=rank, world_size=world_size)
-            assert equal(made, batch), (epoch, step, rank)
+            assert told(made) == batch, (epoch, step, rank)
 
 
 def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
@@ -227,14 +214,14 @@ def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
     seen = {}
     for epoch in range(2):
         for step, batch in enumerate(loader):
-            seen[epoch, step] = copied(batch)
+            seen[epoch, step] = told(batch)
             if step == 4 + epoch:
                 loader.dataset.weights = {"a": 0.1, "b": 0.1 * (1 + epoch), "c": 0.5}
     again = make()
     again.load_state_dict(loader.state_dict())
     for asked in (loader, again):
         for (epoch, step), batch in seen.items():
-            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+            assert told(asked.batch_at(step, epoch)) == batch, (epoch, step)
 
 
 def test_a_mixture_resumed_with_other_weights_says_how_many_steps_it_has(folder: Any) -> None:
@@ -254,7 +241,7 @@ def test_own_datasets_with_a_seed_are_made_again_and_without_are_refused() -> No
     sampler = DistributedSampler(range(20), 1, 0)
     loader = DataLoader(Noisy(), 4, sampler=sampler, seed=3, num_workers=2)
     for (epoch, step), batch in run(loader).items():
-        assert equal(loader.batch_at(step, epoch), batch)
+        assert told(loader.batch_at(step, epoch)) == batch
     loader = DataLoader(Noisy(), 4, shuffle=True)
     run(loader, epochs=1)
     with pytest.raises(ArgumentError, match="draw random numbers"):
@@ -317,7 +304,7 @@ def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:
     for epoch in range(2):
         for batch in loader:
             step = loader.state_dict()["batches"] - 1
-            seen[epoch, step] = copied(batch)
+            seen[epoch, step] = told(batch)
             if (epoch, step) == (0, 1):
                 loader.exclude([before[0].index, before[5].key])
                 loader.skip(4)
@@ -325,16 +312,16 @@ def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:
     again.load_state_dict(loader.state_dict())
     for asked in (loader, again):
         assert asked.samples_at(4, 0) == [] and (0, 4) not in seen
-        told = asked.samples_at(3, 0)
-        assert {one.row: one.replaces for one in told if one.replaces is not None} == {
+        rows = asked.samples_at(3, 0)
+        assert {one.row: one.replaces for one in rows if one.replaces is not None} == {
             0: before[0].index,
             5: before[5].index,
         }
-        assert [one for one in told if one.replaces is None] == [
+        assert [one for one in rows if one.replaces is None] == [
             one for one in before if one.row not in (0, 5)
         ]
         for (epoch, step), batch in seen.items():
-            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+            assert told(asked.batch_at(step, epoch)) == batch, (epoch, step)
         with pytest.raises(ArgumentError, match="skipped"):
             asked.batch_at(4, 0)
 

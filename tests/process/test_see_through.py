@@ -26,6 +26,7 @@ from fastload import (
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.wrappers import MapDataset, view_of
 from fastload.errors import ArgumentError
+from tests.loaderdata import told
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import TOTAL, shards, write
 
@@ -50,15 +51,6 @@ def opened(photos: Path, no_leaks: None, keep: Callable[[Any], Any]) -> Callable
         return keep(ImageFolder(str(photos / part), transform or CenterCrop(16, resize=20), **options))
 
     return make
-
-
-def told(batch: Any) -> Any:
-    """A batch as lists, to be compared."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    if isinstance(batch, dict):
-        return {name: told(part) for name, part in batch.items()}
-    return [told(part) for part in batch] if isinstance(batch, list | tuple) else batch
 
 
 def as_dict(sample: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, default_collate
 
 import fastload
 from fastload import DataLoader
+from tests.loaderdata import seed_all
 from tests.sharddata import shards
 
 LENGTH = 400
@@ -109,9 +110,7 @@ def test_trainers_generators_of_all_kinds_are_where_they_were(monkeypatch: pytes
         monkeypatch.setattr(device, "manual_seed", seeded.append)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     monkeypatch.setattr(torch.xpu, "manual_seed_all", seeded.append)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+    seed_all(1)
     loader = iter(DataLoader(Drawing(ALL), 16, seed=5))
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     seeded.clear()

@@ -15,7 +15,6 @@ import simplejpeg
 from fastload import CenterCrop, DataLoader, ImageFolder, ObjectDataset, TableDataset, TarDataset
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
-from tests.patience import wait_until
 from tests.sharddata import TOTAL, jpeg, shards, write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -47,33 +46,13 @@ def test_a_dataset_shows_what_its_user_needs(folder: Path, tmp_path: Path) -> No
     def shown(dataset: Any) -> set[str]:
         return {name for name in dir(dataset) if not name.startswith("_")}
 
-    every = {
-        "cache",
-        "close",
-        "contains",
-        "counters",
-        "decode",
-        "find",
-        "key",
-        "prefetch",
-        "transform",
-        "url",
-        "warm",
-    }
+    every = {"cache", "close", "contains", "counters", "decode", "find", "key", "prefetch", "transform"}
+    every |= {"url", "warm"}
     assert shown(objects) == every | {"listing", "on_change"}
     labels = {"class_to_idx", "classes", "imgs", "samples", "target_transform", "targets"}
     assert shown(photos) == shown(objects) | labels
     assert shown(records) == every | {"shards"}
     assert shown(table) == every | {"fields", "on_change"}
-
-
-def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
-    dataset = ObjectDataset(str(folder), decode=len, transform=str)
-    assert dataset[2] == "100" and bytes(dataset._payload(2)) == bytes([2]) * 100
-    assert bytes(dataset._payload(-1)) == bytes([N - 1]) * 100
-    with pytest.raises(IndexError):
-        dataset._payload(N)
-    dataset.close()
 
 
 def test_contains_says_whether_the_cache_has_a_sample_and_counts_no_miss(
@@ -93,19 +72,6 @@ def test_contains_says_whether_the_cache_has_a_sample_and_counts_no_miss(
 def test_contains_without_a_cache_is_an_error(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="cache="):
         ObjectDataset(str(folder)).contains(0)
-
-
-def test_outstanding_counts_samples_that_were_read_ahead_and_not_used(folder: Path) -> None:
-    dataset = ObjectDataset(str(folder))
-    assert dataset._outstanding() == 0
-    dataset.prefetch(range(4))
-    assert dataset._outstanding() == 4
-    dataset[0], dataset[5]
-    assert dataset._outstanding() == 3
-    dataset._cancel([1, 2])
-    wait_until(lambda: dataset._outstanding() == 1, "two were dropped")
-    dataset.close()
-    assert dataset._outstanding() == 0
 
 
 def test_prefetch_with_an_index_out_of_range_requests_nothing(folder: Path) -> None:

@@ -5,7 +5,6 @@ The ranks are processes with gloo and a TCP store, as in a trainer.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import multiprocessing.connection
 import time
@@ -26,6 +25,7 @@ from fastload import ShardSampler
 from fastload.distributed import agreement
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError, WorkerError
+from tests.loaderdata import through_json
 from tests.patience import PATIENCE
 from tests.process.test_streams import Sample, rows, streamed
 from tests.streamdata import RowShards
@@ -150,10 +150,11 @@ def train(rank: int, ranks: int, *, lengths: list[int], workers: int, lockstep: 
     return batches[0]
 
 
-# The short form has every pair: of ranks and lengths, of ranks and lockstep, of lengths and lockstep.
+# The short form has each number of ranks and all lengths twice or more, with and without lockstep.
 STEPS = [
     pytest.param(
-        ranks, workers, lengths, lockstep, marks=[] if lockstep == ((i + j) % 2 == 0) else pytest.mark.stress
+        *(ranks, workers, lengths, lockstep),
+        marks=[] if lockstep == ((i + j) % 2 == 0) and (i + j) % 3 < 2 else pytest.mark.stress,
     )
     for i, (ranks, workers) in enumerate([(2, 0), (2, 2), (3, 1)])
     for j, lengths in enumerate([LENGTHS, [30, 1], [9], [0, 0, 0]])
@@ -281,7 +282,7 @@ def resume(rank: int, ranks: int, *, steps: int, before: int, after: int) -> Any
     whole = epoch(make(before), ranks, lockstep=True)
     first = make(before)
     seen = epoch(first, ranks, lockstep=True, steps=steps)
-    state = json.loads(json.dumps(first.state_dict()))
+    state = through_json(first.state_dict())
     second = make(after)
     second.load_state_dict(state)
     seen += epoch(second, ranks, lockstep=True)
@@ -290,7 +291,7 @@ def resume(rank: int, ranks: int, *, steps: int, before: int, after: int) -> Any
     return whole == seen, len(rest), state["streams"]["lap"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1), (0, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2)])
 def test_resumed_among_ranks(before: int, after: int) -> None:
     """Before and while one rank repeats its first samples."""
     laps = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import fastload
 from fastload import ShardSampler
 from fastload.errors import ArgumentError, WorkerError
 from fastload.loader.stream_epoch import StreamEpoch
-from tests.loaderdata import At
+from tests.loaderdata import At, through_json
 from tests.patience import PATIENCE
 from tests.streamdata import RowShards, Shards, content
 
@@ -30,7 +29,6 @@ pytestmark = [
 
 LENGTHS = [5, 9, 0, 2, 7, 1]
 ALL = {(shard, ordinal) for shard, length in enumerate(LENGTHS) for ordinal in range(length)}
-WORKERS = [0, 3]
 Sample = tuple[int, int]
 
 
@@ -54,10 +52,6 @@ def flat(batches: Any) -> list[Sample]:
 def streamed(loader: Any) -> bool:
     """Whether the epoch that began last is read as streams."""
     return "streams" in loader.state_dict()
-
-
-def through_json(state: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(state))  # type: ignore[no-any-return]
 
 
 # --- every sample once -------------------------------------------------------------------------------------
@@ -97,7 +91,7 @@ def test_numbered_after_the_first_epoch(
     assert orders[0] == [loader.dataset.place(index) for index in plain]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [0, 3])
 def test_drop_last_is_by_stream(workers: int) -> None:
     loader = fastload.DataLoader(RowShards(LENGTHS), batch_size=4, num_workers=workers, drop_last=True)
     streams = RowShards(LENGTHS).plan_streams(

@@ -23,7 +23,7 @@ from fastload.errors import ArgumentError, WorkerError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.workers import sample_threads
 from tests.faultserver import Fault, FaultServer
-from tests.loaderdata import At, Bulk, Numbers, identity
+from tests.loaderdata import At, Bulk, Numbers, identity, seed_all, told
 from tests.loaderdata import Stream as Iterable
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
@@ -102,12 +102,6 @@ def with_noise(samples: list[Any]) -> Any:
     return default_collate(samples), drawn()
 
 
-def told(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    return [told(part) for part in batch] if isinstance(batch, list | tuple) else batch
-
-
 @pytest.fixture(scope="module")
 def photos() -> dict[str, bytes]:
     return {f"class{i % 2}/{i:03d}.jpg": pillow_jpeg(scene(32, 32, i)) for i in range(IMAGES)}
@@ -156,14 +150,10 @@ def test_with_a_seed_samples_and_collate_draw_as_without_threads(
 
 def test_with_a_seed_the_trainers_generators_are_where_they_were(opened: Any) -> None:
     folder = opened()
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+    seed_all(1)
     loader = iter(DataLoader(Drawing(folder), 4, seed=3, threads=6))
     before = [drawn() for _ in range(7)]
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
+    seed_all(1)
     del loader
     loader = iter(DataLoader(Drawing(folder), 4, seed=3, threads=6))
     after = [drawn(), *(drawn() for _ in loader)]

@@ -15,7 +15,7 @@ import fastload
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.metrics.counters import stage
-from tests.loaderdata import Numbers, Stream
+from tests.loaderdata import Gate, Numbers, Stream
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -116,16 +116,6 @@ def test_a_wait_is_shown_before_it_ends(tmp_path: Path) -> None:
     assert len(list(fastload.watch(loader, console=out, interval=0.1))) == 4
 
 
-class Gate:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, index: int) -> int:
-        while not self.path.exists():
-            threading.Event().wait(0.01)
-        return index
-
-
 def test_arguments() -> None:
     with pytest.raises(ArgumentError, match=r"found torch\.utils\.data\.dataloader\.DataLoader"):
         fastload.watch(torch.utils.data.DataLoader(Numbers(4)))  # type: ignore[arg-type]
@@ -151,10 +141,6 @@ def test_ranges_in_the_trainer() -> None:
     found = ranges(lambda: list(DataLoader(Numbers(8), 2, num_workers=1)))
     assert {"fastload.wait", "fastload.unpack", "fastload.sampler"} <= found
     assert {"fastload.decode", "fastload.collate"} <= ranges(lambda: list(DataLoader(Numbers(8), 2)))
-
-
-def profiled(index: int) -> int:
-    return int(torch.autograd._profiler_enabled())
 
 
 _profilers: list[Any] = []

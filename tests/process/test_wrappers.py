@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, cached
@@ -78,14 +78,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     ),
     "iterable": Stream,
 }
-PLAIN: dict[str, Callable[[Any], Any]] = {
-    "itself": lambda inner: inner,
-    "Subset": lambda inner: Subset(inner, range(IMAGES)),
-    "ConcatDataset": lambda inner: ConcatDataset([inner]),
-    "StackDataset": lambda inner: StackDataset(image=inner),
-    "map": lambda inner: fastload.map(inner, tuple),
-    "Subset of a Subset": lambda inner: Subset(Subset(inner, range(IMAGES)), range(IMAGES)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +146,6 @@ def test_dataset_inside_cached_is_counted(
     dataset.close()
     assert stats["counters"]["get.samples"] == stats["counters"]["cache.misses"] == IMAGES
     assert stats["limit"] == "get" and "later epochs read the cache" in stats["verdict"]
-
-
-@pytest.mark.parametrize("way", PLAIN)
-def test_dataset_that_is_read_ahead_gets_no_warning(folder: Path, way: str) -> None:
-    inner = ImageFolder(str(folder), RandomResizedCrop(16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        counters = epoch(DataLoader(PLAIN[way](inner), 4))["counters"]
-    assert counters["get.samples"] == IMAGES and "get.alone" not in counters
 
 
 def test_wrapped_dataset_is_warned_of_once_and_where_the_loader_is_made(folder: Path) -> None:

@@ -123,20 +123,19 @@ def test_another_batch_from_an_epoch_on(tmp_path: Path) -> None:
     assert second["learning rate"] == pytest.approx(2 * 8 / 256 * (1 + math.cos(math.pi * 14 / 15)) / 2)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun", pytest.param("horovodrun", marks=pytest.mark.stress)])
-def test_ranks_of_other_launchers_join_as_those_of_torchrun(tmp_path: Path, launcher: str) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
-    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
-    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
-    updates = updates_seen(tmp_path, 2, 1)
-    assert sorted(chain(*updates)) == list(range(SAMPLES))
-
-
-def test_statistics_of_a_checkpoint_are_those_of_all_ranks(tmp_path: Path) -> None:
+# What the other launchers tell a rank: tests/unit/test_launcher.py.
+@pytest.mark.parametrize(
+    "launcher", ["srun", *(pytest.param(name, marks=pytest.mark.stress) for name in ("mpirun", "horovodrun"))]
+)
+def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_all(
+    tmp_path: Path, launcher: str
+) -> None:
     """Without evaluation too: the mean of what each rank has averaged over its own batches."""
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
     arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
-    assert Ranks(2, tmp_path, arguments).wait() == [0, 0]
+    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
+    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
+    assert sorted(chain(*updates_seen(tmp_path, 2, 1))) == list(range(SAMPLES))
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"]
     points = tests.resnet50.Points(SAMPLES)
     means = []
@@ -258,6 +257,7 @@ def test_another_batch_is_refused(unbroken: Finished, tmp_path: Path) -> None:
     assert Ranks(1, tmp_path, arguments).wait() == [1]
 
 
+@pytest.mark.stress  # torchrun in `make test`: test_trainer_demo; a death and SIGTERM: above
 def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, tmp_path: Path) -> None:
     """After the death of a rank torchrun restarts all, and they continue. At SIGTERM they save, and end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -286,7 +286,7 @@ def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, t
     assert len(after) >= UPDATES - begun and after[: len(expected)] == expected[: len(after)]
 
 
-@pytest.mark.parametrize("rate", ["400", "1e9"])
+@pytest.mark.parametrize("rate", ["1e9", pytest.param("400", marks=pytest.mark.stress)])
 def test_simulated_devices(tmp_path: Path, rate: str) -> None:
     """The rate of a device is the ceiling; the limit of an infinitely fast one is the loader."""
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--simulate-gpu-rate", rate]
@@ -306,12 +306,10 @@ def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
 
 
+@pytest.mark.stress  # the exchange alone, resumed on real ranks: test_dgc
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--communication", "dgc"],
-        pytest.param(["--communication", "fp16", "--optimizer", "lars"], marks=pytest.mark.stress),
-    ],
+    [["--communication", "dgc"], ["--communication", "fp16", "--optimizer", "lars"]],
     ids=["dgc", "fp16"],
 )
 def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:

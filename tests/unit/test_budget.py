@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import pickle
 import random
@@ -18,6 +17,7 @@ import torch
 from fastload import BudgetSampler, DataLoader
 from fastload.errors import ArgumentError
 from fastload.order.budget_batches import best_fit
+from tests.loaderdata import identity, through_json
 
 CASES = 10_000  # in ten parts, of which `make test` runs two
 N = 90
@@ -171,7 +171,7 @@ def check_ranks(
     iterator = iter(begun)
     for _ in range(step):
         next(iterator)
-    state = json.loads(json.dumps(begun.state_dict()))
+    state = through_json(begun.state_dict())
     others = ranks(second)
     for sampler in others:
         sampler.load_state_dict(state)
@@ -332,13 +332,9 @@ def test_loader_refuses_sizes_of_another_dataset() -> None:
 # --- in a loader
 
 
-def as_is(samples: Any) -> Any:
-    return list(samples)
-
-
 def loader(ranks: int = 1, rank: int = 0, *, pack: bool = False, **options: Any) -> Any:
     sampler = BudgetSampler(SIZES, budget=200, pack=pack, num_replicas=ranks, rank=rank, seed=2)
-    return DataLoader(range(N), batch_sampler=sampler, collate_fn=as_is, seed=5, **options)
+    return DataLoader(range(N), batch_sampler=sampler, collate_fn=identity, seed=5, **options)
 
 
 def rows(run: Any, step: int, **options: Any) -> list[int]:
@@ -408,7 +404,7 @@ def test_digests_of_ranks_do_not_depend_on_workers_and_resume(pack: bool, worker
             iterator = iter(run)
             for _ in range(3):
                 next(iterator)
-            state = json.loads(json.dumps(run.state_dict()))
+            state = through_json(run.state_dict())
             run = loader(2, 1, pack=pack, num_workers=0 if workers else 1)
             run.load_state_dict(state)
         list(run)

@@ -18,7 +18,7 @@ from fastload.cache import directory as directory_module
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
 from fastload.errors import CacheError
-from tests.cachedata import fill, segments
+from tests.cachedata import fill, no_room, segments
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
@@ -73,13 +73,6 @@ def test_nearly_full_disk_is_left_alone(
         assert not cache.flush(30)
 
 
-def _no_room(number: int) -> Callable[..., None]:
-    def fails(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return fails
-
-
 def test_what_needs_repair_is_not_served_without_room(
     open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +82,7 @@ def test_what_needs_repair_is_not_served_without_room(
     shutil.copytree(cache.path, copy)
     monkeypatch.setattr(directory_module, "_boot_id", lambda: "another boot")
     with monkeypatch.context() as patched:
-        patched.setattr(directory_module.Directory, "_write_state", _no_room(errno.ENOSPC))
+        patched.setattr(directory_module.Directory, "_write_state", no_room(errno.ENOSPC))
         with pytest.warns(RuntimeWarning, match="No space left"):
             assert open_cache(copy).read(next(iter(content))) is None
     after = open_cache(copy)

@@ -183,13 +183,6 @@ def test_cache_keeps_the_chosen_members_and_gives_the_same_samples(mode: Any, tm
 # --- through the loader
 
 
-def test_images_without_a_transform_are_refused_with_the_remedy(tmp_path: Path) -> None:
-    data = opened(tmp_path, tar(mixed), fields=(IMAGES, "json?"))
-    with pytest.raises(TypeError) as caught:
-        next(iter(fastload.DataLoader(data, 4)))
-    assert "give the dataset a transform" in str(caught.value.__notes__)
-
-
 def test_collate_fn_gets_samples_with_none(tmp_path: Path) -> None:
     data = opened(tmp_path, tar(mixed), fields=(IMAGES, "json?"), transform=CROP)
     found = next(iter(fastload.DataLoader(data, 4, collate_fn=list)))

@@ -126,15 +126,9 @@ def test_objects_that_change_between_slices_are_named(
 def test_cluster_whose_nodes_all_die_at_first_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Dying:
+    class Dying(OneNode):
         def __init__(self, address: str) -> None:
             self.nodes = [Node("10.0.0.1", 4, "a"), Node("10.0.0.2", 4, "b")]
-
-        def __enter__(self) -> Dying:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
 
         def run(self, lanes: list[Iterator[Task]]) -> Iterator[tuple[Task, Lost]]:
             return ((next(lane), Lost("it was stopped")) for lane in lanes)

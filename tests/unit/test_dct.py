@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from tests.photos import (
     variants,
 )
 from tests.photos import kernel_decode as decode
+from tests.photos import simd as simd
 
 kernel: Any = native.kernel
 pytestmark = pytest.mark.skipif(not has_records(), reason="the kernel is not built: pip install -e .")
@@ -32,13 +32,6 @@ FILES = rare_files()
 UNFINISHED = FILES.pop("unfinished")
 KINDS = {**variants(), **FILES} if kernel else {}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(params=["simd", "scalar"])
-def simd(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernel._set_simd(request.param == "simd")
-    yield request.param
-    kernel._set_simd(True)
 
 
 def record_of(data: bytes) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kerne
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary
-from tests.photos import pillow_jpeg, png, scene, variants
+from tests.photos import oriented, pillow_jpeg, png, scene, variants
 
 PLAIN = {"444", "422", "420", "440", "411", "gray", "optimised", "quality 5", "with EXIF and ICC"}
 PLAIN |= {"restarts by row", "restarts by block"}
@@ -216,9 +214,6 @@ def test_encoded_images_anywhere_in_a_batch() -> None:
 
 def test_exif_orientation_is_not_applied() -> None:
     """Like in the CPU path and in torchvision, the box follows from the stored size."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    file = BytesIO()
-    Image.fromarray(scene(80, 40)).save(file, "JPEG", exif=exif)
-    encoded, _ = _encode(RandomResizedCrop(16, flip=0.5), {"a": file.getvalue()})
+    photo = pillow_jpeg(scene(80, 40), exif=oriented(6))
+    encoded, _ = _encode(RandomResizedCrop(16, flip=0.5), {"a": photo})
     assert encoded.sizes.tolist() == [[80, 40]]

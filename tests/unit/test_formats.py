@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from fastload.errors import DecodeError
 from fastload.formats import tfrecord
-from fastload.formats.pieces import Pieces, Record, Splitter, is_compressed, kind_of
-from fastload.formats.tar import TarSplitter, TarWriter, parse_wds_index, parse_wids, read_sample, sample_name
+from fastload.formats.pieces import Pieces, Record, is_compressed, kind_of
+from fastload.formats.tar import TarSplitter, parse_wds_index, parse_wids, read_sample, sample_name
 from fastload.formats.tfrecord import (
     TFRecordSplitter,
     TFRecordWriter,
@@ -34,24 +34,9 @@ from fastload.formats.tfrecord import (
     parse_tfrecord_index,
     unframe,
 )
+from tests.sharddata import split
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
-Make = Callable[[int, "int | None"], Splitter]
-
-
-def split(make: Make, data: bytes, *, piece: int = 1 << 20, known: bool = True) -> list[Record]:
-    """All records of a shard that arrives in pieces."""
-    splitter = make(0, len(data) if known else None)
-    found: list[Record] = []
-    for start in range(0, len(data), piece):
-        splitter.feed(memoryview(data)[start : start + piece])
-        while (record := splitter.next()) is not None:
-            found.append(record)
-    splitter.close()
-    while (record := splitter.next()) is not None:
-        found.append(record)
-    assert splitter.next() is None
-    return found
 
 
 def tfrecord_file(records: list[bytes]) -> bytes:
@@ -500,25 +485,6 @@ def test_names_are_split_as_webdataset_does(name: str, wanted: tuple[str, str]) 
 
 
 # --- Index files ------------------------------------------------------------------------------------------
-
-
-def test_indexes_of_our_writers_equal_the_splitters_offsets() -> None:
-    file = io.BytesIO()
-    records = TFRecordWriter(file)
-    for record in RECORDS:
-        records.write(record)
-    data = file.getvalue()
-    places = [(record.offset, record.size) for record in split(TFRecordSplitter, data)]
-    assert parse_tfrecord_index(records.index(), len(data)).tolist() == [list(place) for place in places]
-
-    file = io.BytesIO()
-    tars = TarWriter(file)
-    for number in range(5):
-        tars.write(f"{'x' * 150 if number == 2 else ''}{number}", {"jpg": b"1" * (600 * number), "cls": b"1"})
-    tars.close()
-    data = file.getvalue()
-    wanted = [[record.offset, record.size] for record in split(TarSplitter, data)]
-    assert parse_wds_index(tars.index(), len(data)).tolist() == wanted
 
 
 @pytest.mark.parametrize(

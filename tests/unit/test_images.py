@@ -6,7 +6,6 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from fastload.images import (
 )
 from fastload.images import kernel as native
 from tests.patience import PATIENCE
+from tests.photos import path as path
 from tests.photos import pillow_jpeg, png, psnr, scene, variants, with_size
 
 JPEGS = variants()
@@ -43,18 +43,6 @@ TRANSFORMS = [
     CenterCrop((140, 100)),
     CenterCrop(90, resize=80, channels_last=True),
 ]
-
-
-@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each way that images are decoded."""
-    if request.param == "kernel" and native.kernel is None:
-        pytest.skip("the kernel is not built")
-    if request.param != "kernel":
-        monkeypatch.setattr(native, "kernel", None)
-    if request.param == "fallback without Pillow":
-        monkeypatch.setattr(fallback, "Image", None)
-    yield request.param
 
 
 def run(transform: Any, images: list[Any], seeds: Any = None) -> np.ndarray[Any, Any]:
@@ -433,8 +421,8 @@ def test_bombs_are_refused_before_allocation(decoder: str, tmp_path: Path) -> No
     if decoder == "kernel" and native.kernel is None:
         pytest.skip("the kernel is not built")
     paths = [tmp_path / kind for kind in ("420", "progressive")]
-    for path in paths:
-        path.write_bytes(with_size(JPEGS[path.name], 65_500, 65_500))
+    for file in paths:
+        file.write_bytes(with_size(JPEGS[file.name], 65_500, 65_500))
     command = [sys.executable, "-c", BOMB, decoder, *map(str, paths)]
     result = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
     lines = result.stdout.decode().splitlines()

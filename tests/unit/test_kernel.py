@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,13 @@ from fastload.images import decode_image, fallback
 from fastload.images import kernel as native
 from tests.photos import LIMIT, Pixels, pillow_jpeg, psnr, scene, variants, with_size
 from tests.photos import kernel_decode as decode
+from tests.photos import simd as simd
 
 kernel: Any = native.kernel
 pytestmark = pytest.mark.skipif(kernel is None, reason="the kernel is not built: pip install -e .")
 
 VARIANTS = variants() if kernel else {}
 every_variant = pytest.mark.parametrize("name", VARIANTS)
-
-
-@pytest.fixture(params=["simd", "scalar"])
-def simd(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both forms of the resize."""
-    kernel._set_simd(request.param == "simd")
-    yield request.param
-    kernel._set_simd(True)
 
 
 def crop(
@@ -467,17 +459,16 @@ def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
             "AddressSanitizer",
             "kernel",
         ),
-        ("huffman.h", "return b.made_up <= (b.count & 63);", "return true;", "huffman.h: 1", "kernel"),
-        # an index of rows: DC predictors that are left out, and a place that is off by some bits
-        pytest.param(
-            "huffman.h",
-            "scan->last_dc[c] = last_dc[c];",
-            "scan->last_dc[c] = 0;",
-            "with an index of rows",
-            "kernel",
-            marks=pytest.mark.stress,  # the next one is found by the same comparison
+        # Other bugs of the same program, whose compilation takes seconds.
+        *(
+            pytest.param("huffman.h", *bug, "kernel", marks=pytest.mark.stress)
+            for bug in [
+                ("return b.made_up <= (b.count & 63);", "return true;", "huffman.h: 1"),
+                # an index of rows: DC predictors that are left out, and a place that is off by some bits
+                ("scan->last_dc[c] = last_dc[c];", "scan->last_dc[c] = 0;", "with an index of rows"),
+                ("* 8 + (-unread & 7)", "* 8 + (unread & 7)", "with an index of rows"),
+            ]
         ),
-        ("huffman.h", "* 8 + (-unread & 7)", "* 8 + (unread & 7)", "with an index of rows", "kernel"),
         (
             "segment.h",
             "height * width * 3 + behind != size",

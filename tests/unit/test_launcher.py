@@ -11,6 +11,7 @@ import torch
 
 from fastload import DistributedSampler
 from fastload.distributed import find_rank, local_ranks
+from fastload.errors import ArgumentError
 from fastload.fetch.threads import process_share
 from fastload.store import open_store
 from fastload.workers.autoscale import ceiling
@@ -75,6 +76,7 @@ BATCH_STEP = slurm(0, 1, 0, 1, 0, TASKS_PER_NODE="1")  # a script's own variable
         # One inside another: the inner one's is right.
         (TORCHRUN | slurm(1, 2, 1, 2, 0, TASKS_PER_NODE="1(x2)"), (5, 8), 4),
         (OPEN_MPI | BATCH_STEP, (5, 8), 4),
+        (OPEN_MPI | slurm(0, 8, 0, 8, 0, TASKS_PER_NODE="1(x8)"), (5, 8), 4),
         # A script that exports torch's variables in a task of srun, and one that starts ranks by itself.
         ({"RANK": "5", "WORLD_SIZE": "16"} | slurm(5, 16, 0, 2, 5, TASKS_PER_NODE="8(x2)"), (5, 16), 8),
         ({"RANK": "5", "WORLD_SIZE": "16"} | slurm(0, 2, 0, 2, 0, TASKS_PER_NODE="1(x2)"), (5, 16), 1),
@@ -88,6 +90,8 @@ def test_rank_and_ranks_of_the_node_come_from_the_launcher(
     assert find_rank() == rank
     sampler = DistributedSampler(range(100))
     assert (sampler.rank, sampler.num_replicas) == rank
+    given = DistributedSampler(range(100), num_replicas=1, rank=0)
+    assert (given.rank, given.num_replicas) == (0, 1)
     assert local_ranks() == ranks_here
     assert ceiling(64) == ceiling(64 / ranks_here, 1)
     limit, _ = process_share(open_store("memory://shared", max_requests=64))
@@ -98,16 +102,22 @@ def test_rank_and_ranks_of_the_node_come_from_the_launcher(
     ("variables", "place"),
     [
         (HOROVOD, (1, 1, 2)),
+        (TORCHRUN, (1, 1, 2)),
+        (slurm(5, 8, 1, 2, 2), (1, 2, 2)),
         (slurm(5, 8, 1, 4, 1, STEP_NUM_NODES="2", STEP_TASKS_PER_NODE="4(x2)"), (1, 1, 2)),
     ],
-    ids=["Horovod", "a step on some of the nodes"],
+    ids=["Horovod", "torchrun", "srun -m cyclic", "a step on some of the nodes"],
 )
 def test_node_comes_from_the_launcher(
     variables: dict[str, str], place: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert DistributedSampler(range(80), partition="node")._place == place
+    sampler = DistributedSampler(range(80), partition="node")
+    assert sampler._place == place
+    shares = [DistributedSampler(range(80), 2, node, partition="node", num_nodes=2) for node in range(2)]
+    assert set(sampler) <= set(shares[1]), "of the second node"
+    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4)._place == (3, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +167,9 @@ def test_ranks_that_a_script_starts_do_not_take_their_parents_variables_for_thei
     assert find_rank() == (3, 8) and local_ranks() == 1
 
 
-def test_variables_that_are_no_numbers_are_no_ranks_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_no_numbers_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert local_ranks() == 1
+    with pytest.raises(ArgumentError, match=r"RANK='first'.*pass rank and num_replicas"):
+        DistributedSampler(range(10))

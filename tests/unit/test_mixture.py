@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 
 from fastload import Mixture, MixtureSampler
 from fastload.order.mixing import ONE, Mixing, in_units
-from tests.loaderdata import Numbers
+from tests.loaderdata import Numbers, through_json
 
 Weights = dict[str, Fraction]
 _LAP = 1 << 40
@@ -47,7 +46,7 @@ def random_weights(rng: random.Random, count: int) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_constant_weights_keep_each_count_within_one_sample(seed: int) -> None:
     rng = random.Random(seed)
     weights = random_weights(rng, rng.choice([1, 2, 3, 4, 5, 8, 13, 40]))
@@ -346,7 +345,7 @@ class History:
         simulation.changes = {when: weights for when, weights in simulation.changes.items() if when >= at}
         if self.rng.random() < 0.3:
             self.change_sources()
-        self.start(self.rng.choice([1, 2, 3, 4]), json.loads(json.dumps(state)))
+        self.start(self.rng.choice([1, 2, 3, 4]), through_json(state))
 
     def change_sources(self) -> None:
         kept = self.rng.sample(list(self.lengths), self.rng.randint(1, len(self.lengths)))

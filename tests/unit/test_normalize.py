@@ -13,6 +13,7 @@ from PIL import Image
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize
 from fastload.errors import ArgumentError
+from tests.loaderdata import default
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import write
 
@@ -222,15 +223,10 @@ def test_behind_a_crop_in_compose_it_takes_single_images(photos: str) -> None:
     torch.testing.assert_close(floats, expected(ImageFolder(photos, CenterCrop(40))[0][0]))
 
 
-@pytest.mark.parametrize("change", ["dtype", "device"])
+@pytest.mark.parametrize("change", ["float64", "meta"])
 def test_the_default_dtype_and_device_change_nothing(change: str) -> None:
     wanted = [Normalize(MEAN, STD, dtype=dtype)([IMAGES, LABELS])[0] for dtype in (torch.float32, torch.half)]
-    try:
-        torch.set_default_dtype(torch.float64 if change == "dtype" else torch.float32)
-        torch.set_default_device("meta" if change == "device" else None)
+    with default(change):
         found = [Normalize(MEAN, STD, dtype=one.dtype)([IMAGES, LABELS])[0] for one in wanted]
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype is other.dtype and torch.equal(one, other)

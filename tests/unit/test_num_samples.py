@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, Subset, random_sp
 import fastload
 from fastload import DataLoader, DistributedSampler, ShardSampler
 from fastload.errors import ArgumentError
+from tests.loaderdata import through_json
 from tests.sharddata import CROP, TOTAL, closing, dataset, shards, write
 from tests.sharddata import close_all as close_all
 from tests.sharddata import kind as kind
@@ -77,7 +77,7 @@ def test_state_of_a_hinted_epoch_is_that_of_one_without_a_hint(tmp_path: Path) -
     loader = DataLoader(hinted(tmp_path, cache=cache), 16, shuffle=True, seed=1)
     batches = iter(loader)
     seen = [int(one) for _ in range(3) for one in next(batches)["cls"]]
-    state = json.loads(json.dumps(loader.state_dict()))
+    state = through_json(loader.state_dict())
     assert state["length"] is None
     again = DataLoader(hinted(tmp_path, None, cache=cache), 16, shuffle=True, seed=1)
     again.load_state_dict(state)

@@ -70,17 +70,15 @@ def edit(folder: Path, change: Callable[[Any], Any]) -> None:
 # --- sample for sample equal to the real readers
 
 
-@pytest.mark.parametrize("name", ["mds", "mds-gz", "mds-bz2", "lit", "lit-tuple", "lit-list", "lit-photos"])
+NAMES = ["mds", "mds-gz", "mds-bz2", "lit", "lit-tuple", "lit-list", "lit-photos"]
+WITH_ZSTD = ["mds-zstd", "lit-chunk", "lit-batch", "lit-single"]
+
+
+@pytest.mark.parametrize("name", NAMES + [pytest.param(name, marks=needs_zstd) for name in WITH_ZSTD])
 def test_samples_equal_those_of_the_real_reader(name: str) -> None:
     dataset, wanted = made(name), oracle(name)
     assert len(dataset) == COUNT
     assert [as_json(dataset[number]) for number in range(COUNT)] == wanted
-
-
-@needs_zstd
-@pytest.mark.parametrize("name", ["mds-zstd", "lit-chunk", "lit-batch", "lit-single"])
-def test_samples_of_zstd_equal_those_of_the_real_reader(name: str) -> None:
-    test_samples_equal_those_of_the_real_reader(name)
 
 
 def test_beton_samples_equal_those_of_the_real_reader(beton: Path) -> None:

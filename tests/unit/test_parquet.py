@@ -59,19 +59,9 @@ def test_sample_is_a_dict_of_all_columns(url: str) -> None:
     assert data.key(50) == "part-002.parquet @ 10"
 
 
-@pytest.mark.parametrize(
-    ("fields", "sample"),
-    [
-        ("label", 7),
-        (("label", "name"), (7, "n7")),
-        (["name", "label"], ("n7", 7)),
-        ({"y": "label"}, {"y": 7}),
-        (("name", {"y": "label", "pair": ("even", "name")}), ("n7", {"y": 7, "pair": (False, "n7")})),
-    ],
-    ids=str,
-)
-def test_fields_give_the_sample_its_structure(url: str, fields: Any, sample: Any) -> None:
-    assert closing(ParquetDataset(url, fields))[7] == sample
+def test_fields_give_the_sample_its_structure(url: str) -> None:
+    fields = ("name", {"y": "label", "pair": ("even", "name")})
+    assert closing(ParquetDataset(url, fields))[7] == ("n7", {"y": 7, "pair": (False, "n7")})
 
 
 def test_fused_transform_writes_batches_as_torch_collates_them(url: str) -> None:

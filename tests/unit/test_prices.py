@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from fastload.checks import format_money
-from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.plan.prices import find_prices
 from fastload.errors import ArgumentError
+from tests.commands import answer
 
 OWN = 'currency = "EUR"\nget = 0.5\nlist = 5\negress = 0.25\nsource = "contract, 2026-11-22"\n'
 
@@ -76,12 +73,10 @@ def test_money_is_written_with_its_currency(amount: float, text: str) -> None:
 def test_plan_with_own_prices_quotes_all_epochs(tmp_path: Path) -> None:
     make_dataset(tmp_path / "photos", 20, 2)
     (tmp_path / "prices.toml").write_text(OWN)
-    common = [*("--size-limit", "1GB", "--gpus", "1", "--gpu-rate", "100"), "--epochs", "3", "--json"]
-    made: list[Any] = []
+    common = [*("--size-limit", "1GB", "--gpus", "1", "--gpu-rate", "100"), "--epochs", "3"]
+    made = []
     for more in ([], ["--prices", str(tmp_path / "prices.toml")]):
-        result = CliRunner().invoke(app, ["plan", str(tmp_path / "photos"), *common, *more])
-        assert result.exit_code == 0, result.output
-        made.append(json.loads(result.stdout.splitlines()[-1]))
+        made.append(answer("plan", tmp_path / "photos", *common, *more))
     without, quoted = made
     assert without["prices"] is None and without["modes"]["raw"]["cost"] is None
     assert any("--prices" in line for line in without["assumptions"])
@@ -98,10 +93,7 @@ def test_warm_with_own_prices_quotes_what_it_has_read(tmp_path: Path) -> None:
     (tmp_path / "prices.toml").write_text(OWN)
     paths = [str(tmp_path / "photos"), "--cache", str(tmp_path / "cache"), "--num-workers", "0"]
     for gets in (20, 0):  # the second run has nothing left
-        command = ["warm", *paths, "--mode", "raw", "--prices", str(tmp_path / "prices.toml"), "--json"]
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout.splitlines()[-1])
+        found = answer("warm", *paths, "--mode", "raw", "--prices", tmp_path / "prices.toml")
         assert found["requests"] == found["quote"]["requests"] == found["quote"]["objects"] == gets
         assert found["quote"]["read_bytes"] == found["read_bytes"]
         assert found["quote"]["cost"] == pytest.approx(found["cost"])

@@ -6,22 +6,10 @@ import gc
 import os
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastload.store.node import ProcessLocal
-
-
-def _in_child(check: Callable[[], bool]) -> bool:
-    """The answer of `check` in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if check() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+from tests.cachedata import in_child
 
 
 def test_the_value_is_made_once_at_first_use() -> None:
@@ -68,12 +56,12 @@ def test_a_forked_child_makes_its_own_and_leaves_its_parents_alone() -> None:
 
     def child() -> bool:
         fresh = local.inherited and local.peek() is None
-        return fresh and local.get() == os.getpid() and not local.inherited and _in_child(grandchild)
+        return fresh and local.get() == os.getpid() and not local.inherited and in_child(grandchild)
 
     def grandchild() -> bool:
         return local.inherited and local.get() == os.getpid()
 
-    assert _in_child(child)
+    assert in_child(child)
     assert local.get() == os.getpid() and not local.inherited
 
 
@@ -93,7 +81,7 @@ def test_an_inherited_value_is_never_destroyed_in_the_child() -> None:
         return True
 
     try:
-        assert _in_child(child)
+        assert in_child(child)
     finally:
         Client.__del__ = lambda self: None  # type: ignore[method-assign]
 
@@ -112,7 +100,7 @@ def test_a_lock_that_a_thread_held_at_the_fork_does_not_stop_the_child() -> None
     thread.start()
     entered.wait(60)
     try:
-        assert _in_child(lambda: local.get() == 1)
+        assert in_child(lambda: local.get() == 1)
     finally:
         leave.set()
         thread.join()

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import fastload
 from fastload import DataLoader, DistributedSampler, prove
-from fastload.cli.app import app
 from fastload.errors import ArgumentError
 from fastload.trace.sample_log import log_name
+from tests.commands import command
 from tests.loaderdata import Numbers
 
 COUNT = 48
@@ -244,22 +242,15 @@ def test_log_that_is_not_written_yet_is_refused(tmp_path: Path) -> None:
 def test_command_answers_by_its_exit_code(tmp_path: Path) -> None:
     Run(tmp_path / "a"), Run(tmp_path / "b", 2), Run(tmp_path / "c", order=2)
 
-    def command(*arguments: Any) -> Any:
-        return CliRunner().invoke(app, ["prove", *map(str, arguments)])
-
-    same = command(tmp_path / "a", tmp_path / "b")
+    same = command("prove", tmp_path / "a", tmp_path / "b")
     assert (same.exit_code, same.stdout) == (0, "the same data in all 12 steps\n")
     ranks = ",".join(str(tmp_path / "b" / log_name(rank)) for rank in (0, 1))
-    assert command(tmp_path / "a", ranks).exit_code == 0
-    differs = command(tmp_path / "a", tmp_path / "c", "--json")
+    assert command("prove", tmp_path / "a", ranks).exit_code == 0
+    differs = command("prove", tmp_path / "a", tmp_path / "c", "--json")
     document = json.loads(differs.stdout.splitlines()[-1])
     assert differs.exit_code == 1
     assert (document["same"], document["epoch"], document["step"]) == (False, 0, 0)
-    assert command(tmp_path / "a", tmp_path / "absent").exit_code == 2
-
-
-def test_names_are_public() -> None:
-    assert fastload.prove is prove
+    assert command("prove", tmp_path / "a", tmp_path / "absent").exit_code == 2
 
 
 def test_logs_of_a_run_that_was_begun_anew_do_not_count(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 import pytest
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import Inflater, Record, zstd
+from fastload.formats.pieces import Inflater, zstd
 from fastload.formats.tar import TarSplitter
+from tests.sharddata import split
 
 PIECE = 1 << 20
 
@@ -36,19 +37,6 @@ def pieces(data: bytes, size: int = PIECE) -> Callable[[], bytes | None]:
 def inflated(data: bytes, size: int = PIECE) -> bytes:
     inflater = Inflater(pieces(data, size))
     return b"".join(bytes(part) for part in iter(inflater, None))
-
-
-def split(data: bytes) -> list[Record]:
-    splitter, records = TarSplitter(0, len(data)), []
-    more = pieces(data)
-    while (piece := more()) is not None:
-        splitter.feed(memoryview(piece))
-        while (record := splitter.next()) is not None:
-            records.append(record)
-    splitter.close()
-    while (record := splitter.next()) is not None:
-        records.append(record)
-    return records
 
 
 def member(name: str, body: bytes = b"", kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -94,24 +82,23 @@ def test_chain_of_extended_headers_is_refused(kind: bytes) -> None:
     """Each was parsed again for each that followed: a chain of 2 MB took 27 s."""
     chain = member("p", kind=kind) * (1 << 14)
     with within(4):
-        records = split(member("a.txt", b"1") + chain + member("b.txt", b"2"))
+        records = split(TarSplitter, member("a.txt", b"1") + chain + member("b.txt", b"2"))
     assert isinstance(records[-1].error, DecodeError) and "extended headers" in str(records[-1].error)
 
 
 def test_bytes_of_extended_headers_are_limited_together() -> None:
+    first, last = member("a.txt", b"1"), member("b.txt", b"2")
     chain = member("p", b"1000 comment=" + b"x" * 986 + b"\n", kind=b"g") * 2
-    assert [record.error for record in split(member("a.txt", b"1") + chain + member("b.txt", b"2"))] == [
-        None
-    ] * 2
+    assert [record.error for record in split(TarSplitter, first + chain + last)] == [None] * 2
     large = member("p", bytes(700_000), kind=b"K") * 2
-    assert "extended headers" in str(split(member("a.txt", b"1") + large + member("b.txt", b"2"))[-1].error)
+    assert "extended headers" in str(split(TarSplitter, first + large + last)[-1].error)
 
 
 def test_directories_within_a_sample_take_linear_time() -> None:
     """They span many pieces, and each header asked for a byte more of one joined copy."""
     data = member("a.txt", b"1") + member("folder", kind=tarfile.DIRTYPE) * (1 << 16) + member("a.cls", b"2")
     with within(6):
-        (record,) = split(data)
+        (record,) = split(TarSplitter, data)
     assert record.error is None and record.size == len(data)
 
 
@@ -123,5 +110,5 @@ def test_headers_of_every_writer_are_read() -> None:
             info = tarfile.TarInfo("n" * 3000 + ".txt")
             info.size, info.mtime, info.uname = 3, 1.5, "u" * 40
             tar.addfile(info, io.BytesIO(b"abc"))
-        (record,) = split(file.getvalue())
+        (record,) = split(TarSplitter, file.getvalue())
         assert record.error is None

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fastload import DataLoader, DistributedSampler
-from fastload.cli.app import app
 from fastload.errors import ArgumentError
 from fastload.trace.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, log_name, rank_of
+from tests.commands import command
 from tests.loaderdata import Numbers
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -214,7 +213,7 @@ def step_frame(width: int = 4, count: int = 1, body: bytes = ROW, run_step: int 
 def prove_logs(path: Path, content: bytes) -> Any:
     path.mkdir(exist_ok=True)
     (path / log_name(0)).write_bytes(content)
-    return CliRunner().invoke(app, ["prove", str(path), str(path)])
+    return command("prove", path, path)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ def test_log_of_a_rank_that_its_run_has_not_is_refused(tmp_path: Path) -> None:
 def test_missing_ranks_of_a_false_number_are_not_listed_all(tmp_path: Path) -> None:
     prove_logs(tmp_path / "a", header(0) + run_frame(world_size=2**31 - 1) + step_frame())
     prove_logs(tmp_path / "b", header(0) + run_frame() + step_frame())
-    result = CliRunner().invoke(app, ["prove", str(tmp_path / "a"), str(tmp_path / "b")])
+    result = command("prove", tmp_path / "a", tmp_path / "b")
     assert result.exit_code == 2 and "lacks ranks [1, 2, 3, 4, 5, 6, 7, 8] and others of" in result.stderr
 
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 import tracemalloc
-import types
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
-from tests.patience import PATIENCE
+from tests.loaderdata import through_json
 
 LENGTHS = (0, 1, 2, 7, 10, 31, 97)
 WORLDS = (1, 2, 3, 4, 7)
@@ -192,7 +188,7 @@ def test_another_number_of_ranks_goes_on(before: int, after: int, mode: str) -> 
             assert all(state == states[0] for state in states), "the same dict on every rank"
         second = ranks(length, after, mode=mode, seed=5)
         for sampler in second:
-            sampler.load_state_dict(json.loads(json.dumps(states[0])))
+            sampler.load_state_dict(through_json(states[0]))
             assert sampler.state_dict() == states[0]
         rest = [list(sampler) for sampler in second]
         counts = Counter(itertools.chain(*seen, *rest))
@@ -316,7 +312,7 @@ class Run(RuleBasedStateMachine):
         if self.iterators is None:
             for sampler in self.samplers:
                 sampler._start_epoch()
-        state = json.loads(json.dumps(self.samplers[0].state_dict()))
+        state = through_json(self.samplers[0].state_dict())
         self.samplers = ranks(self.length, world, **self.options)
         for sampler in self.samplers:
             sampler.load_state_dict(state)
@@ -341,64 +337,16 @@ def test_a_million_samples_are_no_list() -> None:
 # --- who we are
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"RANK": "2", "WORLD_SIZE": "4"},
-        {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"},
-        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-        {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "2", "WORLD_SIZE": "4"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
-    ],
-    ids=lambda variables: "+".join(variables),
-)
-def test_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    sampler = DistributedSampler(range(10))
-    assert (sampler.rank, sampler.num_replicas) == (2, 4)
-    alone = DistributedSampler(range(10), num_replicas=1, rank=0)
-    assert (alone.rank, alone.num_replicas) == (0, 1)
-
-
-def test_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = types.SimpleNamespace(get_world_rank=lambda: 2, get_world_size=lambda: 4)
-    train = types.ModuleType("ray.train")
-    train.get_context = lambda: context  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ray.train", train)
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert (DistributedSampler(range(10)).rank, DistributedSampler(range(10)).num_replicas) == (2, 4)
-
-
-def test_no_launcher() -> None:
-    sampler = DistributedSampler(range(10))
-    assert (sampler.rank, sampler.num_replicas) == (0, 1)
-
-
-def test_torch_distributed() -> None:
-    code = """
-import tempfile, torch.distributed as dist
-from fastload import DistributedSampler
-with tempfile.NamedTemporaryFile() as file:
-    dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-    sampler = DistributedSampler(range(10))
-    print(sampler.rank, sampler.num_replicas)
-    dist.destroy_process_group()
-"""
-    variables = os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.stdout.split() == ["0", "1"], done.stderr
-
-
-def test_an_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
+def test_group_of_torch_comes_before_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ArgumentError, match=r"RANK='first'.*pass rank and num_replicas"):
-        DistributedSampler(range(10))
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        sampler = DistributedSampler(range(10))
+    finally:
+        dist.destroy_process_group()
+    assert (sampler.rank, sampler.num_replicas) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +476,7 @@ def test_another_number_of_nodes_goes_on(
     state = states[0] if steps else first[0].state_dict()
     second = by_node(*after, length, **options)
     for sampler in itertools.chain(*second):
-        sampler.load_state_dict(json.loads(json.dumps(state)))
+        sampler.load_state_dict(through_json(state))
     rest = draw(second)
     if state["epoch"] == 0:
         assert sum(rest, Counter(itertools.chain(*seen))) == Counter(range(length))
@@ -536,38 +484,6 @@ def test_another_number_of_nodes_goes_on(
         for sampler in itertools.chain(*fresh):
             sampler.set_epoch(1)
         assert draw(second) == draw(fresh), "the next epoch is dealt to the new nodes"
-
-
-@pytest.mark.parametrize(
-    ("variables", "place"),
-    [
-        (
-            {"RANK": "5", "WORLD_SIZE": "8", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-            (1, 1, 2),
-        ),
-        # srun -m cyclic: rank 5 of 8 is the third one of node 1
-        (
-            {
-                "SLURM_PROCID": "5",
-                "SLURM_NTASKS": "8",
-                "SLURM_NODEID": "1",
-                "SLURM_LOCALID": "2",
-                "SLURM_NNODES": "2",
-            },
-            (1, 2, 2),
-        ),
-    ],
-    ids=["torchrun", "srun"],
-)
-def test_nodes_of_launchers(
-    variables: dict[str, str], place: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    sampler = DistributedSampler(range(80), partition="node")
-    assert sampler._place == place
-    assert set(sampler) <= set(itertools.chain(*by_node(2, 1, 80)[1]))
-    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4)._place == (3, 0, 4)
 
 
 @pytest.mark.parametrize("task", [("0", "1"), ("0", "2")], ids=["a script", "a daemon on each node"])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload.errors import ArgumentError
-from fastload.formats.pieces import Record, Splitter
+from fastload.formats.pieces import Record
 from fastload.formats.tar import TarSplitter, TarWriter, parse_wds_index, read_sample
 from fastload.formats.tfrecord import (
     TFRecordSplitter,
@@ -30,6 +30,7 @@ from fastload.formats.tfrecord import (
     unframe,
 )
 from tests.patience import PATIENCE
+from tests.sharddata import split
 
 SPEC = {
     "image": bytes,
@@ -49,12 +50,6 @@ samples = st.dictionaries(
     ),
     max_size=6,
 )
-
-
-def split(splitter: Splitter, shard: bytes) -> list[Record]:
-    splitter.feed(memoryview(shard))
-    splitter.close()
-    return list(iter(splitter.next, None))
 
 
 def write_tar(content: Iterable[tuple[str, dict[str, bytes]]]) -> tuple[bytes, bytes]:
@@ -101,7 +96,7 @@ def test_tar_is_read_by_ours_and_by_pythons(content: dict[str, dict[str, bytes]]
     assert found == {
         f"{key}.{ext}": body for key, members in content.items() for ext, body in members.items()
     }
-    records = split(TarSplitter(0, len(shard)), shard)
+    records = split(TarSplitter, shard)
     assert {k: {e: bytes(b) for e, b in m.items()} for k, m in map(_sample, records)} == content
     places = parse_wds_index(index, len(shard))
     assert [(record.offset, record.size) for record in records] == [tuple(place) for place in places.tolist()]
@@ -193,7 +188,7 @@ def test_ours_reads_webdatasets(tmp_path: Path) -> None:
     found = []
     for shard in shards:
         content = shard.read_bytes()
-        found += [_sample(record) for record in split(TarSplitter(0, len(content)), content)]
+        found += [_sample(record) for record in split(TarSplitter, content)]
     assert [key for key, _ in found] == [f"dir/{i:04d}" for i in range(20)]
     for i, (_, members) in enumerate(found):
         assert bytes(members["jpg"]) == b"%d" % i * 300
@@ -207,7 +202,7 @@ def test_ours_reads_webdatasets(tmp_path: Path) -> None:
 @given(st.lists(st.binary(max_size=300)))
 def test_tfrecord_and_its_index(records: list[bytes]) -> None:
     shard, index = write_tfrecord(records)
-    found = split(TFRecordSplitter(0, len(shard)), shard)
+    found = split(TFRecordSplitter, shard)
     assert [bytes(record.payload or b"") for record in found] == records
     places = parse_tfrecord_index(index, len(shard)).tolist()
     assert [(record.offset, record.size) for record in found] == [tuple(place) for place in places]
@@ -217,7 +212,7 @@ def test_tfrecord_and_its_index(records: list[bytes]) -> None:
 def test_tensorflows_files_are_read() -> None:
     """Byte for byte what TFRecordWriter wrote, and ours writes the same file from the same records."""
     shard = (HERE / FILES[""]).read_bytes()
-    records = split(TFRecordSplitter(0, len(shard)), shard)
+    records = split(TFRecordSplitter, shard)
     assert len(records) == COUNT
     for number, record in enumerate(records):
         assert record.payload is not None
@@ -251,7 +246,7 @@ def test_tensorflows_files_through_the_dataset(compression: str) -> None:
 def test_our_examples_are_tensorflows() -> None:
     """Golden: equal to TensorFlow's bytes. An empty list has no kind in ours."""
     shard = (HERE / FILES[""]).read_bytes()
-    for number, record in enumerate(split(TFRecordSplitter(0, len(shard)), shard)):
+    for number, record in enumerate(split(TFRecordSplitter, shard)):
         if number % 2 == 0:
             assert encode_example(features(number)) == bytes(record.payload or b"")
 

@@ -18,6 +18,7 @@ from fastload.images.decode import has_records, to_dct
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr
+from tests.loaderdata import default
 from tests.photos import pillow_jpeg, png, scene, variants
 
 pytestmark = pytest.mark.skipif(not has_records(), reason="the kernel is not built: pip install -e .")
@@ -62,16 +63,6 @@ def test_decoder_gives_the_images_of_the_kernel(
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def matmuls_of_low_precision() -> Iterator[None]:
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = cuda.fp32_precision, cpu.fp32_precision
@@ -86,8 +77,8 @@ def matmuls_of_low_precision() -> Iterator[None]:
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
-    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default("bfloat16"),
+    "default dtype float64": lambda: default("float64"),
     "inference mode": torch.inference_mode,
     "matmuls of low precision": matmuls_of_low_precision,
 }

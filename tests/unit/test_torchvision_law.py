@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,11 @@ from PIL import Image
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError
-from fastload.images import SampleRng, decode_image, fallback, sample_seed
-from fastload.images import kernel as native
+from fastload.images import SampleRng, decode_image, sample_seed
 from fastload.images.rng import TorchRng
 from tests.laws import far, kolmogorov
+from tests.loaderdata import default
+from tests.photos import path as path
 from tests.photos import pillow_jpeg, psnr, scene
 
 transforms: Any = torchvision.transforms
@@ -31,18 +31,6 @@ LAWS = [
     ((0.01, 0.02), (0.2, 5.0)),
     ((0.3, 1), (2, 3)),
 ]
-
-
-@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each way that images are decoded and resized."""
-    if request.param == "kernel" and native.kernel is None:
-        pytest.skip("the kernel is not built")
-    if request.param != "kernel":
-        monkeypatch.setattr(native, "kernel", None)
-    if request.param == "fallback without Pillow":
-        monkeypatch.setattr(fallback, "Image", None)
-    yield request.param
 
 
 def filled(transform: Any, image: Any, seed: int = 0) -> Pixels:
@@ -182,32 +170,28 @@ def shapes() -> list[tuple[int, int]]:
     return [(1, 1), (1, 60), (60, 1), (40, 40), (41, 40), (40, 41), (39, 41), (200, 7), *odd]
 
 
-@pytest.mark.parametrize("size", [40, 41, (40, 61), (61, 40), (1, 90), [33]])
-def test_centre_crop_is_torchvisions_to_the_bit(path: str, size: Any) -> None:
-    """With padding, on the same sides as torchvision."""
+@pytest.mark.parametrize(
+    ("size", "resize"),
+    [
+        *((size, None) for size in (40, 41, (40, 61), (61, 40), (1, 90), [33])),
+        *((40, 46), (40, 40), (41, 40), (40, 39), (64, 30), ((30, 70), 35), ((70, 30), 36)),
+    ],
+)
+def test_centre_crop_is_torchvisions(path: str, size: Any, resize: int | None) -> None:
+    """To the bit where nothing is resized. With padding, on the same sides as torchvision."""
+    theirs = transforms.Compose(
+        [*([transforms.Resize(resize)] if resize else []), transforms.CenterCrop(size)]
+    )
+    crop, last = CenterCrop(size, resize=resize), CenterCrop(size, resize=resize, channels_last=True)
     for width, height in shapes():
         pixels = scene(width, height) | 1  # no black pixel in it
-        expected = np.asarray(transforms.CenterCrop(size)(Image.fromarray(pixels)))
-        np.testing.assert_array_equal(filled(CenterCrop(size), pixels), expected)
-        np.testing.assert_array_equal(filled(CenterCrop(size, channels_last=True), pixels), expected)
-        called = CenterCrop(size)(Image.fromarray(pixels))
-        np.testing.assert_array_equal(called.permute(1, 2, 0).numpy(), expected)
-
-
-@pytest.mark.parametrize(
-    ("size", "resize"), [(40, 46), (40, 40), (41, 40), (40, 39), (64, 30), ((30, 70), 35), ((70, 30), 36)]
-)
-def test_centre_crop_with_resize_is_torchvisions_resize_and_centre_crop(
-    path: str, size: Any, resize: int
-) -> None:
-    theirs = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
-    for width, height in shapes():
-        pixels = scene(width, height)
-        expected = theirs(Image.fromarray(pixels))
-        assert_alike(filled(CenterCrop(size, resize=resize), pixels), expected, path)
-        assert_alike(filled(CenterCrop(size, resize=resize, channels_last=True), pixels), expected, path)
-        called = CenterCrop(size, resize=resize)(Image.fromarray(pixels))
-        assert_alike(called.permute(1, 2, 0).numpy(), expected, path)
+        image = Image.fromarray(pixels)
+        expected = theirs(image)
+        for found in (filled(crop, pixels), filled(last, pixels), crop(image).permute(1, 2, 0).numpy()):
+            if resize is None:
+                np.testing.assert_array_equal(found, np.asarray(expected))
+            else:
+                assert_alike(found, expected, path)
 
 
 def test_centre_crop_of_a_jpeg_is_torchvisions(path: str) -> None:
@@ -267,7 +251,7 @@ def test_other_resizes_are_refused_with_advice(arguments: dict[str, Any], words:
         RandomResizedCrop(224, **arguments)
 
 
-@pytest.mark.parametrize("change", ["dtype", "device"])
+@pytest.mark.parametrize("change", ["float64", "meta"])
 def test_the_default_dtype_and_device_change_no_sample(path: str, change: str) -> None:
     pixels = scene(161, 119)
 
@@ -277,11 +261,6 @@ def test_the_default_dtype_and_device_change_no_sample(path: str, change: str) -
         return [*crops, CenterCrop(48, resize=60)(pixels), CenterCrop(130)(pixels)]
 
     expected = samples()
-    try:
-        torch.set_default_dtype(torch.float64 if change == "dtype" else torch.float32)
-        torch.set_default_device("meta" if change == "device" else None)
+    with default(change):
         found = samples()
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
     assert all(map(torch.equal, found, expected))

@@ -145,6 +145,8 @@ def test_warm_up_and_decays() -> None:
     assert rates("cosine")[9] == pytest.approx(4)
     assert rates("linear-cosine")[9] == pytest.approx(8 * (0.5 * 0.5 + 0.001))
     assert rates("polynomial")[14] == 0 and rates("cosine")[14] == pytest.approx(0)
+    rate = optim.LearningRate(peak=8, warmup=4, total=14)  # with another batch
+    assert rate.at(3.5) == 8 and rate.at(2.5) == 7
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -182,12 +184,6 @@ def test_values_by_epoch() -> None:
     for wrong in ("", "0:128,x", "0:1,-2:3", "0:0"):
         with pytest.raises(ValueError):
             optim.by_epoch(wrong)
-
-
-def test_resolutions_begin_with_the_first_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["nowhere", "--resolution", "1:128"], add_options=model.options)
-    assert "resolutions must begin with epoch 0, found '1:128'" in capsys.readouterr().err
 
 
 # --- one update
@@ -413,11 +409,6 @@ def test_the_rate_is_proportional_to_the_batch_of_an_epoch(own_optimizer: bool) 
     assert rates == pytest.approx([1, 0.25] if own_optimizer else [0.2, 0.05])
 
 
-def test_warm_up_ends_at_the_peak_with_another_batch() -> None:
-    rate = optim.LearningRate(peak=8, warmup=4, total=14)
-    assert rate.at(3.5) == 8 and rate.at(2.5) == 7
-
-
 IMAGES, OWN = {"add_options": model.options}, {"own_optimizer": True}
 
 
@@ -437,6 +428,7 @@ IMAGES, OWN = {"add_options": model.options}, {"own_optimizer": True}
         ("--no-eval --target 0.7", IMAGES, "a target needs an evaluation"),
         ("--simulate-gpu-rate 9 --target-top5 0.7", IMAGES, "a target needs an evaluation"),
         ("--optimizer lars --nesterov", IMAGES, "--nesterov is for --optimizer sgd"),
+        ("--resolution 1:128", IMAGES, "resolutions must begin with epoch 0, found '1:128'"),
     ],
 )
 def test_options_are_refused(
@@ -524,22 +516,30 @@ def test_pretrained_weights_are_loaded_but_for_a_head_of_other_classes(kind: str
         assert said == f"loaded {total} of {total} weights of FILE; new: none"
 
 
-def test_pretrained_weights_of_another_network_are_refused() -> None:
-    saved = {"model": model.MODELS["small"](classes=4, blur=True, variant="d").state_dict(), "ema": None}
-    with pytest.raises(SystemExit, match=r"FILE is of another network: \d+ of \d+ weights do not fit"):
-        model.load_pretrained(model.MODELS["resnet18"](classes=4), saved, "FILE")
+def small(**options: Any) -> model.ResNet:
+    return model.MODELS["small"](classes=4, **options)
 
 
-def test_averaged_weights_of_another_network_are_refused() -> None:
-    saved = {"model": {}, "ema": {"average": [torch.zeros(2)]}}
-    with pytest.raises(SystemExit, match="FILE is of another network: it has 1 averaged weights, and this"):
-        model.load_pretrained(model.MODELS["small"](classes=4), saved, "FILE")
+def zeros(network: nn.Module) -> dict[str, Any]:
+    return {name: torch.zeros(9) for name in network.state_dict()}
 
 
-@pytest.mark.parametrize("network", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))])
-def test_pretrained_weights_of_which_none_fit_are_refused(network: nn.Module) -> None:
-    saved = {name: torch.zeros(9) for name in network.state_dict()}
-    with pytest.raises(SystemExit, match="FILE is of another network: 2 of 2 weights do not fit"):
+@pytest.mark.parametrize(
+    ("network", "saved", "says"),
+    [
+        (
+            small(),
+            {"model": small(blur=True, variant="d").state_dict(), "ema": None},
+            r"\d+ of \d+ weights do",
+        ),
+        (small(), {"model": {}, "ema": {"average": [torch.zeros(2)]}}, "it has 1 averaged weights, and this"),
+        (nn.Linear(4, 3), zeros(nn.Linear(4, 3)), "2 of 2 weights do not fit"),
+        (nn.Sequential(nn.Linear(4, 3)), zeros(nn.Sequential(nn.Linear(4, 3))), "2 of 2 weights do not fit"),
+    ],
+    ids=["another", "averages of another", "none fits", "none fits, nested"],
+)
+def test_weights_of_another_network_are_refused(network: nn.Module, saved: dict[str, Any], says: str) -> None:
+    with pytest.raises(SystemExit, match=f"FILE is of another network: {says}"):
         model.load_pretrained(network, saved, "FILE")
 
 
