@@ -22,6 +22,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader, row_groups
+from tests.faultserver import FaultServer
 from tests.photos import pillow_jpeg, scene
 
 KINDS = ["tar", "tfrecord"]
@@ -191,6 +192,13 @@ def closing(data: Any) -> Any:
     """A dataset that `close_all` closes at the end of the test."""
     _OPEN.append(data)
     return data
+
+
+def opened(kind: str, place: Any, **arguments: Any) -> Any:
+    """A dataset with a crop, of a URL or of the bucket of a FaultServer, closed at the end of the test."""
+    if isinstance(place, FaultServer):
+        place, arguments = "s3://bucket", {"storage_options": place.options, **arguments}
+    return closing(dataset(kind, place, **{"transform": CROP, **arguments}))
 
 
 @pytest.fixture

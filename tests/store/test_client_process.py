@@ -21,10 +21,10 @@ import pytest
 
 from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
-from fastload.store import client_process, open_store
+from fastload.store import client_process
 from fastload.store.client_process import ClientProcess
 from tests.faultserver import FaultServer
-from tests.patience import PATIENCE, wait_until
+from tests.patience import PATIENCE, runs, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -79,7 +79,7 @@ class Target:
 
 def gone(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return not runs(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return True
 
@@ -222,9 +222,15 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
         wait_until(lambda pid=pid: gone(pid), "the client has ended")
 
 
-def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_process, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+@pytest.mark.parametrize(
+    "short", [{"IDLE_SECONDS": 1.0, "_LOOK_SECONDS": 0.05}, {"_SILENT_SECONDS": 0.5}], ids=["idle", "silent"]
+)
+def test_client_that_works_long_is_waited_for(
+    short: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not idle, and not silent."""
+    for name, seconds in short.items():
+        monkeypatch.setattr(client_process, name, seconds)
     process, target = ClientProcess(), Target()
     threading.Timer(2.0, (tmp_path / "flag").touch).start()
     assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
@@ -270,13 +276,6 @@ def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.
         assert process.call(target, "pid") != pid
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-def test_client_that_works_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
-    process, target = ClientProcess(), Target()
-    threading.Timer(2.0, (tmp_path / "flag").touch).start()
-    assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
 
 
 def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
@@ -360,23 +359,6 @@ def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
     assert done.returncode == 0, done.stderr
     epochs = [f"{loader} {number} 16 {{40}}" for loader in loaders for number in (0, 2)]
     assert done.stdout.splitlines() == ["first (40, 0)", *epochs, "[]"]
-
-
-@pytest.mark.parametrize("client", ["", "s3fs"])
-def test_trainer_lists_heads_reads_and_writes_as_a_worker_does(client: str) -> None:
-    options = {"client": client} if client else {}
-    with FaultServer(PHOTOS) as server:
-        store = open_store("s3://bucket", **server.options, **options)
-        listed = {info.key: info for page in store.list() for info in page}
-        assert set(listed) == set(PHOTOS)
-        for key, body in PHOTOS.items():
-            info = listed[key]
-            assert store.head(key) == info
-            assert bytes(store.read(key, info.version, info.size)) == body
-            assert bytes(store.read_range(key, 3, 9, info.version)) == body[3:9]
-        with pytest.raises(NotFoundError) as caught:
-            store.read("a/none.jpg")
-        assert caught.value.key == "a/none.jpg"
 
 
 def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(tmp_path: Path) -> None:

@@ -33,9 +33,6 @@ from tests.sharddata import (
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
