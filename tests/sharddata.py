@@ -8,7 +8,6 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +23,7 @@ from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader, row_groups
 from tests.faultserver import FaultServer
 from tests.photos import pillow_jpeg, scene
+from tests.storedata import write as write
 
 KINDS = ["tar", "tfrecord"]
 ALL_KINDS = [*KINDS, "parquet"]
@@ -110,14 +110,6 @@ def place_of(number: int) -> tuple[int, int]:
             return index, number
         number -= count
     raise AssertionError
-
-
-def write(folder: Path, objects: dict[str, bytes]) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, body in objects.items():
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(body)
-    return str(folder)
 
 
 def dataset(kind: str, url: Any, **arguments: Any) -> Any:

@@ -1,7 +1,9 @@
-"""What the tests of stores share: both clients of S3, an object, and a look at a listing."""
+"""What the tests of stores share: both clients of S3, objects, and a look at a listing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,15 @@ CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
 clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
 BODY = bytes(range(256)) * 800  # 204,800 bytes
 CANARY = "canarySECRETcanary0123456789"
+
+
+def write(folder: Path, objects: Mapping[str, bytes]) -> str:
+    """Write objects as files, by key; the path of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, body in objects.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(body)
+    return str(folder)
 
 
 def listed(store: Store) -> dict[str, ObjectInfo]:

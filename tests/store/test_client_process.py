@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -117,9 +117,16 @@ def test_call_that_raises_the_error_keeps_type_key_and_retry() -> None:
     assert caught.value.key == "a/b" and caught.value.retry == "slower"
 
 
-def test_call_that_breaks_is_an_error_with_its_traceback() -> None:
-    with pytest.raises(StoreError, match=r"(?s)client process of the store failed.*ZeroDivisionError"):
-        ClientProcess().call(Target(), "fail", ZeroDivisionError("x"))
+@pytest.mark.parametrize(
+    ("method", "arguments", "words"),
+    [
+        ("fail", [ZeroDivisionError("x")], r"(?s)client process of the store failed.*ZeroDivisionError"),
+        ("die", [], "was killed during this request; memory may have run out"),  # and so was the next one
+    ],
+)
+def test_call_that_breaks_is_an_error_in_words(method: str, arguments: list[Any], words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        ClientProcess().call(Target(), method, *arguments)
 
 
 def test_call_that_panics_is_an_error_and_leaves_other_requests_alone(tmp_path: Path) -> None:
@@ -191,11 +198,6 @@ def test_client_killed_at_a_request_another_one_answers(tmp_path: Path) -> None:
     assert ClientProcess().call(Target(), "die", str(tmp_path / "flag")) == "alive"
 
 
-def test_client_killed_twice_at_a_request_is_an_error_in_words() -> None:
-    with pytest.raises(StoreError, match="was killed during this request; memory may have run out"):
-        ClientProcess().call(Target(), "die")
-
-
 def test_client_killed_between_requests_another_one_answers() -> None:
     process, target = ClientProcess(), Target()
     first = process.call(target, "pid")
@@ -236,24 +238,23 @@ def test_client_that_works_long_is_waited_for(
     assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
 
 
+def _train(say: Any) -> None:
+    process = ClientProcess()
+    say.send(process.call(Target(), "pid"))
+    time.sleep(600)
+
+
 def test_trainer_killed_its_client_ends() -> None:
-    code = """
-        import time
-        from tests.store.test_client_process import ClientProcess, Target
-        process = ClientProcess()
-        print(process.call(Target(), "pid"), flush=True)
-        time.sleep(600)
-    """
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert trainer.stdout is not None
-    pid = int(trainer.stdout.readline())
+    said, say = multiprocessing.Pipe(duplex=False)
+    trainer = multiprocessing.get_context("fork").Process(target=_train, args=(say,))
+    trainer.start()
+    say.close()
+    with said:
+        assert said.poll(PATIENCE)
+        pid = said.recv()
     trainer.kill()
-    trainer.wait(PATIENCE)
-    trainer.stdout.close()
+    trainer.join()
+    trainer.close()
     wait_until(lambda: gone(pid), "the client has ended")
 
 
@@ -341,7 +342,9 @@ print(sorted({"obstore", "s3fs"} & set(sys.modules)))
 
 # Each loader comes first once, right after the sample that is read in the trainer.
 @pytest.mark.parametrize(
-    ("client", "loaders"), [("", ["fastload", "torch"]), ("s3fs", ["torch", "fastload"])], ids=str
+    ("client", "loaders"),
+    [("", ["fastload", "torch"]), pytest.param("s3fs", ["torch", "fastload"], marks=pytest.mark.stress)],
+    ids=str,
 )
 def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
     client: str, loaders: list[str], tmp_path: Path

@@ -67,20 +67,6 @@ def test_indices_that_are_tensors_are_read_ahead_too(
 # --- bad input
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_objects_that_changed_or_vanished_since_the_listing(tmp_path: Path, num_workers: int) -> None:
-    for name in "abcdef":
-        (tmp_path / name).write_bytes(name.encode() * 1000)
-    dataset = ObjectDataset(str(tmp_path))
-    (tmp_path / "c").write_bytes(b"C" * 1000)
-    with pytest.raises(FastloadError, match=r"'c'.*changed"):
-        list(DataLoader(dataset, 2, num_workers=num_workers, collate_fn=list))
-    (tmp_path / "c").unlink()
-    with pytest.raises(NotFoundError, match="'c'"):
-        list(DataLoader(dataset, 2, num_workers=num_workers, collate_fn=list))
-    dataset.close()
-
-
 def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -> None:
     a_file = tmp_path / "file"
     a_file.write_text("x")

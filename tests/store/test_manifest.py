@@ -29,7 +29,7 @@ from fastload.store.manifest import Manifest
 from tests.commands import script
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
-from tests.sharddata import write
+from tests.storedata import write
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
 FILES = {

@@ -60,7 +60,7 @@ def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, wo
     assert loader.stats()["limits"] == []
 
 
-@pytest.mark.parametrize("context", ["spawn", pytest.param("forkserver", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.stress)])
 def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
     loader = DataLoader(
         dataset_of(server, max_gets=100, max_egress="1MB"), 8, num_workers=2, multiprocessing_context=context

@@ -68,18 +68,6 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, warm: Warm, tmp_path: 
         assert bucket.gets() == now.object_gets + PHOTOS
 
 
-def test_second_warming_reads_nothing(bucket: Bucket, warm: Warm, tmp_path: Path) -> None:
-    warm(tmp_path, "--from", "objects")
-    before = bucket.gets()
-    code, document = warm(tmp_path, "--from", "objects")
-    assert (code, document["skipped"], document["stored"]) == (0, PHOTOS, 0)
-    assert bucket.gets() == before
-    dataset = ObjectDataset("s3://photos", cache=Cache(tmp_path), storage_options=bucket.options)
-    assert len(dataset[0]) > 10_000
-    dataset.close()
-    assert bucket.gets() == before
-
-
 def test_warm_reports_and_skips_a_bad_object(tmp_path: Path) -> None:
     make_dataset(tmp_path / "damaged", 6, 2)
     (tmp_path / "damaged" / "class_01" / "img_00001.jpg").write_bytes(b"<html>no such photo</html>")
