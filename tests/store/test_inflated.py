@@ -151,16 +151,16 @@ def test_long_texts_that_repeat_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
 def test_pages_of_every_codec_and_version_are_measured(codec: str, version: str, tmp_path: Path) -> None:
     columns = {
-        "text": [f"{at % 50}" * 20 for at in range(3000)],
-        "bytes": [bytes([at % 256]) * 100 for at in range(3000)],
-        "list": [list(range(at % 5)) for at in range(3000)],
-        "null": [None if at % 3 else str(at) for at in range(3000)],
-        "bool": [at % 2 == 0 for at in range(3000)],
+        "text": [f"{at % 50}" * 20 for at in range(1000)],
+        "bytes": [bytes([at % 256]) * 100 for at in range(1000)],
+        "list": [list(range(at % 5)) for at in range(1000)],
+        "null": [None if at % 3 else str(at) for at in range(1000)],
+        "bool": [at % 2 == 0 for at in range(1000)],
     }
     path = tmp_path / "0.parquet"
     pq.write_table(pa.table(columns), path, compression=codec, data_page_version=version, data_page_size=2000)
     rows = list(ParquetDataset(str(path)))
-    assert [row["text"] for row in rows] == columns["text"] and len(rows) == 3000
+    assert [row["text"] for row in rows] == columns["text"] and len(rows) == 1000
 
 
 def test_zstd_sample_that_becomes_large_is_refused() -> None:

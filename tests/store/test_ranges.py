@@ -239,7 +239,7 @@ EDGES = {"start": [0, 1000], "stop": [2000, 3000]}
     ("rows", "file", "options", "message"),
     [
         (rows_of([0]), CLIP, {"on_change": "refresh"}, "make the index again when objects change"),
-        (rows_of([0]), File("key", range=("start", "end")), {}, r"names the column 'end', .* did you mean"),
+        (rows_of([0]), File("key", range=("start", "end")), {}, "has 'key', 'start', 'stop'"),
         (NO_KEYS, File("keys"), {}, r"File\('keys'\) names no object: the list of each row is empty"),
         ([{"keys": [["a.bin"]]}], File("keys"), {}, "has lists of lists"),
         *(

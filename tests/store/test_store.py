@@ -416,14 +416,11 @@ def test_a_directory_that_is_not_there_may_be_meant_as_a_bucket(
         listed(open_store(path))
 
 
-def test_google_by_endpoint(server: FaultServer) -> None:
+def test_google_and_azure_by_endpoint(server: FaultServer) -> None:
     store = open_store("gs://bucket", endpoint_url=server.endpoint_url, token="anon")
     info = listed(store)[KEY]
     assert bytes(store.read(KEY, info.version, info.size)) == BODY
     assert store.identity == f"gs|{server.endpoint_url}|bucket|"
-
-
-def test_azure_by_endpoint(server: FaultServer) -> None:
     store = open_store("az://bucket", endpoint_url=server.endpoint_url, anon=True, account_name="account")
     assert bytes(store.read(KEY, server.etag(KEY))) == BODY
 
@@ -498,12 +495,8 @@ def test_endpoint_and_anonymous_from_environment(
 
 
 def test_a_bucket_as_host_name() -> None:
-    given = {"endpoint_url": "https://obs.example.com", "virtual_hosted_style_request": True, "anon": True}
-    assert options.s3(given, "b").config["endpoint"] == "https://b.obs.example.com"
-
-
-def test_a_slash_behind_the_endpoint_begins_no_key() -> None:
-    for endpoint in ("https://obs.example.com/", "https://b.obs.example.com/"):
+    """A slash behind it begins no key."""
+    for endpoint in ("https://obs.example.com", "https://obs.example.com/", "https://b.obs.example.com/"):
         given = {"endpoint_url": endpoint, "virtual_hosted_style_request": True, "anon": True}
         assert options.s3(given, "b").config["endpoint"] == "https://b.obs.example.com"
 
