@@ -177,7 +177,7 @@ def ask_until_refused(budget: RequestBudget, made: Any) -> None:
             made.value += 1
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.stress)])
 def test_processes_never_pass_the_limit(method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     budget, made = RequestBudget(Limits(3000, None)), context.Value("i", 0)
