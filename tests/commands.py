@@ -1,15 +1,25 @@
-"""The command line, in this process."""
+"""The command line, in this process or in one of its own; and scripts, which need one."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
+from tests.patience import PATIENCE
 
-__all__ = ["answer", "command"]
+__all__ = ["answer", "command", "document", "run", "script", "start", "store_words"]
+
+ROOT = Path(__file__).parents[1]
 
 
 def command(*words: object, stdin: str = "") -> Any:
@@ -17,10 +27,60 @@ def command(*words: object, stdin: str = "") -> Any:
     return CliRunner().invoke(app, [*map(str, words)], input=stdin)
 
 
+def document(printed: str) -> dict[str, Any]:
+    """The JSON document that a command printed last."""
+    found = json.loads(printed.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def run(*words: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, document) of `fastload WORDS --json`."""
+    done = command(*words, "--json")
+    assert done.stdout, (done.output, done.exception)
+    return done.exit_code, document(done.stdout)
+
+
 def answer(*words: object, code: int = 0) -> dict[str, Any]:
     """The document that `fastload WORDS --json` printed last."""
     done = command(*words, "--json")
     assert done.exit_code == code, (done.output, done.exception)
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert isinstance(document, dict)
-    return document
+    return document(done.stdout)
+
+
+def store_words(options: Mapping[str, Any], *names: str) -> list[str]:
+    """Storage options as a command takes them: by `--storage-option`, or by each of `names`."""
+    names = names or ("--storage-option",)
+    return [word for key, value in options.items() for name in names for word in (name, f"{key}={value}")]
+
+
+@contextmanager
+def start(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """`fastload WORDS` in a process and a session of its own, which is killed if it outlives the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "fastload", *map(str, words)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            yield running
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+def script(code: str, *arguments: object, environment: Mapping[str, str] | None = None) -> str:
+    """What a script printed, in a process where warnings are errors; it has to end with 0."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

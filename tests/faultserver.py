@@ -15,6 +15,7 @@ import base64
 import hashlib
 import socket
 import struct
+import sys
 import threading
 import urllib.parse
 import zlib
@@ -76,6 +77,14 @@ class Request:
     query: Mapping[str, str]
     body: bytes = field(default=b"", repr=False)
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The range [start, stop) that is asked for."""
+        if (asked := self.headers.get("range")) is None:
+            return None
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        return int(first), int(last) + 1 if last else sys.maxsize
+
 
 class FaultServer:
     """Serves `objects` as bucket "bucket" until the `with` block ends.
@@ -125,6 +134,11 @@ class FaultServer:
     def count(self, key: str, method: str = "GET") -> int:
         """How many requests came for `key`."""
         return sum(request.key == key and request.method == method for request in self.requests)
+
+    def spans(self, key: str, since: int = 0) -> list[tuple[int, int]]:
+        """The ranges of `key` that were asked for, by the requests from number `since` on."""
+        asked = self.requests[since:]
+        return [one.span for one in asked if one.key == key and one.method == "GET" and one.span]
 
     def etag(self, key: str) -> str:
         """The ETag of an object, without quotes."""
@@ -247,13 +261,12 @@ class FaultServer:
         }
         if self.answers_etags:
             headers["ETag"] = f'"{etag}"'
-        span = request.headers.get("range")
+        span = request.span
         if self.checksums and span is None and "x-amz-checksum-mode" in request.headers:
             headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
         if span is None or not self.honours_ranges:
             return 200, headers, body
-        first, _, last = span.removeprefix("bytes=").partition("-")
-        start, stop = int(first), min(int(last) + 1 if last else len(body), len(body))
+        start, stop = span[0], min(span[1], len(body))
         if start >= len(body):
             return _error(416, "InvalidRange")
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"

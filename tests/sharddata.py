@@ -8,7 +8,6 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +23,9 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader, row_groups
+from tests.faultserver import FaultServer
 from tests.photos import pillow_jpeg, scene
+from tests.storedata import write as write
 
 KINDS = ["tar", "tfrecord"]
 ALL_KINDS = [*KINDS, "parquet"]
@@ -128,14 +129,6 @@ def place_of(number: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def write(folder: Path, objects: dict[str, bytes]) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    for key, body in objects.items():
-        (folder / key).parent.mkdir(parents=True, exist_ok=True)
-        (folder / key).write_bytes(body)
-    return str(folder)
-
-
 def dataset(kind: str, url: Any, **arguments: Any) -> Any:
     if kind == "parquet":
         return fastload.ParquetDataset(url, **arguments)
@@ -216,6 +209,13 @@ def closing(data: Any) -> Any:
     """A dataset that `close_all` closes at the end of the test."""
     _OPEN.append(data)
     return data
+
+
+def opened(kind: str, place: Any, **arguments: Any) -> Any:
+    """A dataset with a crop, of a URL or of the bucket of a FaultServer, closed at the end of the test."""
+    if isinstance(place, FaultServer):
+        place, arguments = "s3://bucket", {"storage_options": place.options, **arguments}
+    return closing(dataset(kind, place, **{"transform": CROP, **arguments}))
 
 
 @pytest.fixture

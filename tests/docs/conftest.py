@@ -37,6 +37,7 @@ from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from tests.docs.pages import run_page
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import write
 
 FORMATS = Path(__file__).parent.parent / "data" / "formats"
 SECONDS = 2 * PATIENCE  # a page
@@ -46,10 +47,8 @@ SECONDS = 2 * PATIENCE  # a page
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("s3") / "bucket"
     for part, count in (("train", 24), ("val", 8)):
-        for number in range(count):
-            path = root / part / ("cat", "dog")[number % 2] / f"{number:04d}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(photo(number))
+        names = {n: f"{part}/{('cat', 'dog')[n % 2]}/{n:04d}.jpg" for n in range(count)}
+        write(root, {name: photo(n) for n, name in names.items()})
     (root / "shards").mkdir()
     for shard in range(4):
         tar, records = io.BytesIO(), io.BytesIO()
@@ -65,9 +64,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "labels.csv").write_text("\n".join(["image,label", *labels]))
     write_parquet(root / "parquet")
     write_clicks(root / "clicks")
-    (root / "spectra").mkdir()
-    for number in range(16):
-        (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
+    write(root / "spectra", {f"{n:04d}.bin": np.full(32, n, np.float32).tobytes() for n in range(16)})
     (root / "corpus").mkdir()
     for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
         tokens.tofile(root / "corpus" / f"{number:03d}.bin")

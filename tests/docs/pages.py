@@ -87,6 +87,15 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def runs(page: Path) -> bool:
+    """Whether a page has code that runs; why a block does not run has to be said."""
+    found = blocks(page)
+    others = [one for one in found if not (one.reason or one.file)]
+    unexplained = [one.line for one in others if one.language not in (*RUN, *SHOWN)]
+    assert not unexplained, f"{page}: say <!-- not run: REASON --> before the blocks of lines {unexplained}"
+    return any((one.file or one.language in RUN) and not one.reason for one in found)
+
+
 def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path) -> None:
     """Run the blocks of a page, in a process of its own; exits with 1 at the first failure.
 

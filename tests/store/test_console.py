@@ -13,13 +13,12 @@ import rich.console
 from PIL import Image
 from rich.progress import Progress, TextColumn
 from rich.table import Table
-from typer.testing import CliRunner
 
 import fastload
 from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli.app import app
 from fastload.errors import FastloadError, StoreError, printable
 from fastload.metrics.watch import Console
+from tests.commands import command
 
 # The title of the window, colours by ESC and by CSI, another direction, ends of lines, and an emoji's code.
 EVIL = "x\x1b]0;owned\x1b\\\x9b31m\u202e\u2066\u2028\x85\x7f\r\n[bold]:smile:x"
@@ -38,52 +37,25 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _state(photos: Path, path: Path) -> Path:
+def _replay(photos: Path, tmp: Path) -> list[object]:
     loader = DataLoader(ImageFolder(str(photos), RandomResizedCrop(16)), 2)
     next(iter(loader))
     state = loader.state_dict()
     state["recipe"]["notes"] = [EVIL]
-    path.write_text(json.dumps(state))
-    return path
-
-
-def _replay(photos: Path, tmp: Path) -> list[object]:
-    return [
-        "replay",
-        _state(photos, tmp / "state"),
-        "--step",
-        0,
-        "--html",
-        tmp / "page",
-        "--png",
-        tmp / "png",
-    ]
+    (tmp / "state").write_text(json.dumps(state))
+    return ["replay", tmp / "state", "--step", 0, "--html", tmp / "page", "--png", tmp / "png"]
 
 
 def _warm(photos: Path, tmp: Path) -> list[object]:
-    bad = tmp / "bad"
-    shutil.copytree(photos, bad)
-    (bad / "cat" / f"{EVIL}.jpg").write_bytes(b"\xff\xd8\xff no photo")
-    return ["warm", bad, "--cache", tmp / "cache", "--mode", "shrunk"]
+    shutil.copytree(photos, tmp / "bad")
+    (tmp / "bad" / "cat" / f"{EVIL}.jpg").write_bytes(b"\xff\xd8\xff no photo")
+    return ["warm", tmp / "bad", "--cache", tmp / "cache", "--mode", "shrunk"]
 
 
-def _index(photos: Path, tmp: Path) -> list[object]:
-    (tmp / f"{EVIL}.tar").write_bytes(b"no tar" * 400)
-    return ["index", tmp, "--cache", tmp / "cache"]
-
-
-def _convert(photos: Path, tmp: Path) -> list[object]:
+def _no_tar(tmp: Path) -> Path:
     (tmp / "in").mkdir()
     (tmp / "in" / f"{EVIL}.tar").write_bytes(b"no tar" * 400)
-    return ["convert", tmp / "in", tmp / "out", "--to", "tfrecord"]
-
-
-def _bench(photos: Path, tmp: Path) -> list[object]:
-    return ["bench", photos, "--epochs", 1, "--num-workers", 0, "--batch-size", 4]
-
-
-def _plan(photos: Path, tmp: Path) -> list[object]:
-    return ["plan", photos, "--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 100]
+    return tmp / "in"
 
 
 def _pull(photos: Path, tmp: Path) -> list[object]:
@@ -93,66 +65,54 @@ def _pull(photos: Path, tmp: Path) -> list[object]:
     return ["cache", "pull", tmp / "packs", tmp / f"cache{EVIL}"]
 
 
-def _info(photos: Path, tmp: Path) -> list[object]:
+def _cache(photos: Path, tmp: Path) -> Path:
     cache = fastload.Cache(tmp / f"cache{EVIL}")
     list(DataLoader(ImageFolder(str(photos), RandomResizedCrop(16), cache=cache), 2))
     cache.close()
-    return ["cache", "info", tmp / f"cache{EVIL}"]
-
-
-def _check(photos: Path, tmp: Path) -> list[object]:
-    return ["cache", "check", *_info(photos, tmp)[2:]]
-
-
-def _clear(photos: Path, tmp: Path) -> list[object]:
-    return ["cache", "clear", *_info(photos, tmp)[2:]]
+    return tmp / f"cache{EVIL}"
 
 
 def _prove(photos: Path, tmp: Path) -> list[object]:
     for number in (1, 2):
-        list(DataLoader(_objects(photos), 2, shuffle=True, seed=number, sample_log=tmp / f"log{number}"))
+        dataset: Any = ObjectDataset(str(photos), decode=len)
+        list(DataLoader(dataset, 2, shuffle=True, seed=number, sample_log=tmp / f"log{number}"))
     return ["prove", tmp / "log1", tmp / "log2"]
 
 
-def _doctor(photos: Path, tmp: Path) -> list[object]:
-    return ["doctor"]
-
-
-def _usage(photos: Path, tmp: Path) -> list[object]:
-    return ["bench", photos, f"--{EVIL}"]
-
-
-def _argument(photos: Path, tmp: Path) -> list[object]:
-    return ["bench", photos / EVIL]
-
-
-def _objects(photos: Path) -> ObjectDataset[Any, Any]:
-    return ObjectDataset(str(photos), decode=len)
-
-
-COMMANDS = (_replay, _warm, _index, _convert, _bench, _plan, _pull, _info, _check, _clear, _prove, _doctor)
+COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
+    "replay": _replay,
+    "warm": _warm,
+    "index": lambda photos, tmp: ["index", _no_tar(tmp), "--cache", tmp / "cache"],
+    "convert": lambda photos, tmp: ["convert", _no_tar(tmp), tmp / "out", "--to", "tfrecord"],
+    "bench": lambda photos, tmp: ["bench", photos, *("--epochs", 1, "--num-workers", 0, "--batch-size", 4)],
+    "plan": lambda photos, tmp: ["plan", photos, "--size-limit", "1GB", "--gpus", 1, "--gpu-rate", 100],
+    "pull": _pull,
+    "info": lambda photos, tmp: ["cache", "info", _cache(photos, tmp)],
+    "check": lambda photos, tmp: ["cache", "check", _cache(photos, tmp)],
+    "clear": lambda photos, tmp: ["cache", "clear", _cache(photos, tmp)],
+    "prove": _prove,
+    "doctor": lambda photos, tmp: ["doctor"],
+    "usage": lambda photos, tmp: ["bench", photos, f"--{EVIL}"],
+    "argument": lambda photos, tmp: ["bench", photos / EVIL],
+}
 # Those whose text has the name; others print none of today's data, and must not begin to do so unescaped.
-NAMED = {"_replay", "_warm", "_index", "_info", "_check", "_clear", "_pull", "_argument", "_usage"}
+NAMED = {"replay", "warm", "index", "info", "check", "clear", "pull", "argument", "usage"}
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, _usage, _argument], ids=lambda case: case.__name__)
-@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_prints_what_a_terminal_obeys(
-    command: Callable[[Path, Path], list[object]],
-    flags: tuple[str, ...],
-    photos: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    arguments = command(photos, tmp_path)
-    result = CliRunner().invoke(app, [*map(str, arguments), *flags], input="n\n")
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    lines = result.output.split("\n")
-    assert [line for line in lines if not line.isprintable()] == []
-    assert not any(line.startswith("[bold]") for line in lines), "a name has ended a line"
-    if command.__name__ in NAMED and not flags:
-        assert r"\x1b" in "".join(lines)
+    words = COMMANDS[name](photos, tmp_path)
+    for flags in ((), ("--json",)):
+        result = command(*words, *flags, stdin="n\n")
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        lines = result.output.split("\n")
+        assert [line for line in lines if not line.isprintable()] == []
+        assert not any(line.startswith("[bold]") for line in lines), "a name has ended a line"
+        if name in NAMED and not flags:
+            assert r"\x1b" in "".join(lines)
     if (page := tmp_path / "page").exists():
         text = page.read_text()
         assert r"\u202e" in text and [line for line in text.split("\n") if not line.isprintable()] == []
@@ -174,8 +134,7 @@ def test_guard_removed_a_name_is_obeyed(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastload.cli.report.Console", rich.console.Console)
-    result = CliRunner().invoke(app, [*map(str, _replay(photos, tmp_path))])
-    assert "\x1b]0;owned" in result.output
+    assert "\x1b]0;owned" in command(*_replay(photos, tmp_path)).output
 
 
 def test_error_has_no_text_that_a_terminal_obeys() -> None:
@@ -184,15 +143,10 @@ def test_error_has_no_text_that_a_terminal_obeys() -> None:
     assert error.key == EVIL
 
 
-@pytest.mark.parametrize("text", ["plain", "é ü 漢字 😀", "", "a b", "\\x1b", "[bold]"])
-def test_other_text_stays_as_it_is(text: str) -> None:
-    assert printable(text) == text
-
-
-@pytest.mark.parametrize(
-    "number", [*range(0x20), *range(0x7F, 0xA1), 0xAD, 0x200B, 0x200E, 0x2029, 0x202A, 0xDC80]
-)
-def test_each_control_is_shown_as_its_escape(number: int) -> None:
-    shown = printable(f"a{chr(number)}b")
-    assert shown.isascii() and shown.isprintable() and shown.startswith("a\\")
-    assert printable(shown) == shown
+def test_each_control_is_shown_as_its_escape_and_other_text_stays_as_it_is() -> None:
+    for number in (*range(0x20), *range(0x7F, 0xA1), 0xAD, 0x200B, 0x200E, 0x2029, 0x202A, 0xDC80):
+        shown = printable(f"a{chr(number)}b")
+        assert shown.isascii() and shown.isprintable() and shown.startswith("a\\")
+        assert printable(shown) == shown
+    for text in ("plain", "é ü 漢字 😀", "", "a b", "\\x1b", "[bold]"):
+        assert printable(text) == text

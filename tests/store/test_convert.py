@@ -8,10 +8,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tarfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,19 +16,17 @@ from typing import Any
 
 import pytest
 from data.make_shards import COUNT, FILES, HERE, features
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cli.app import app
 from fastload.cli.convert import shard_set
-from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import DecodeError
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter, TFRecordWriter, encode_example, parse_example
-from tests.patience import PATIENCE
+from tests.commands import command, run, start, store_words
+from tests.patience import PATIENCE, wait_until
 from tests.sharddata import write
 
-REPOSITORY = Path(fastload.__file__).parents[1]
 IMAGES, CLASSES = 60, 3
 SPEC = {"image": bytes, "label": int, "key": str}
 
@@ -55,23 +50,26 @@ WANTED = {
     for label in range(CLASSES)
     for number in range(label, IMAGES, CLASSES)
 }
+ORDERS = ([], ["--shuffle", "5"])
 IN_TAR = {key.replace(" ", "_").replace(".", "_"): sample for key, sample in WANTED.items()}
 
 
 def convert(source: object, target: object, to: str, *more: object) -> tuple[int, dict[str, Any]]:
     """(exit code, JSON document)"""
-    arguments = ["convert", source, target, "--to", to, "--shard-size", "100KB", "--json", *more]
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.stdout, done.output
-    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+    return run("convert", source, target, "--to", to, "--shard-size", "100KB", *more)
+
+
+def members(path: Path) -> dict[str, bytes]:
+    """The members of a tar, read by Python's tarfile."""
+    with tarfile.open(path) as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 
 
 def samples(directory: Path) -> dict[str, tuple[bytes, int]]:
-    """(image, class) by key, read by Python's tarfile, or record by record."""
+    """(image, class) by key, from the members of tars, or record by record."""
     found: dict[str, tuple[bytes, int]] = {}
     for path in sorted(directory.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            content = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        content = members(path)
         for name, body in content.items():
             key, _, extension = name.rpartition(".")
             if extension == "jpg":
@@ -97,34 +95,29 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("to", ["tar", "tfrecord"])
-@pytest.mark.parametrize("seed", [None, 5])
-def test_a_folder(to: str, seed: int | None, photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", ORDERS)
+def test_a_folder(to: str, more: list[str], photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    more = [] if seed is None else ["--shuffle", seed]
     code, document = convert(photos, out, to, *more)
     assert code == 0 and document["complete"] and document["samples"] == IMAGES
     wanted = IN_TAR if to == "tar" else WANTED
     found = samples(out)
     assert found == wanted
-    assert (list(found) == list(wanted)) == (seed is None)
+    assert (list(found) == list(wanted)) is not bool(more)
     assert document["shards"] > 3
     names = {path.name for path in out.iterdir()}
-    if to == "tar":
-        assert {f"photos-{number:06d}.tar" for number in range(document["shards"])} < names
-    else:
-        assert {
-            f"photos-{i:05d}-of-{document['shards']:05d}.tfrecord" for i in range(document["shards"])
-        } < names
-    assert len(names) == 2 * document["shards"] + 1, "shards, an index for each, photos.json"
+    count = document["shards"]
+    form = "photos-{:06d}.tar" if to == "tar" else f"photos-{{:05d}}-of-{count:05d}.tfrecord"
+    assert {form.format(number) for number in range(count)} < names
+    assert len(names) == 2 * count + 1, "shards, an index for each, photos.json"
     assert json.loads((out / "photos.json").read_bytes())["classes"] == ["class_0", "class_1", "class_2"]
     # The same again, elsewhere: the same bytes.
     convert(photos, tmp_path / "again", to, *more)
     assert files(tmp_path / "again") == files(out)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
-def test_from_one_form_to_the_other_and_back(photos: Path, tmp_path: Path, seed: int | None) -> None:
-    more = [] if seed is None else ["--shuffle", seed]
+@pytest.mark.parametrize("more", ORDERS)
+def test_from_one_form_to_the_other_and_back(photos: Path, tmp_path: Path, more: list[str]) -> None:
     convert(photos, tmp_path / "a", "tar")
     assert convert(tmp_path / "a", tmp_path / "b", "tfrecord", "--shard-size", "150KB", *more)[0] == 0
     assert samples(tmp_path / "b") == IN_TAR
@@ -133,12 +126,9 @@ def test_from_one_form_to_the_other_and_back(photos: Path, tmp_path: Path, seed:
     code, document = convert(tmp_path / "c", tmp_path / "d", "tar", "--name", "new", *more)
     assert (code, document["settings"]["from"]) == (0, "tfrecord")
     assert samples(tmp_path / "d") == IN_TAR
-    assert (list(samples(tmp_path / "d")) == list(IN_TAR)) == (seed is None)
-    assert json.loads((tmp_path / "d" / "new.json").read_bytes())["classes"] == [
-        "class_0",
-        "class_1",
-        "class_2",
-    ]
+    assert (list(samples(tmp_path / "d")) == list(IN_TAR)) is not bool(more)
+    classes = json.loads((tmp_path / "d" / "new.json").read_bytes())["classes"]
+    assert classes == ["class_0", "class_1", "class_2"]
 
 
 @pytest.mark.parametrize("compression", list(FILES))
@@ -147,8 +137,7 @@ def test_tensorflows_shards(compression: str, tmp_path: Path) -> None:
     shutil.copy(HERE / FILES[compression], tmp_path / "in" / "train-00000-of-00001")
     code, document = convert(tmp_path / "in", tmp_path / "out", "tar", "--from", "tfrecord")
     assert (code, document["samples"]) == (0, COUNT)
-    with tarfile.open(tmp_path / "out" / "in-000000.tar") as tar:
-        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    found = members(tmp_path / "out" / "in-000000.tar")
     for number in range(COUNT):
         wanted = features(number)
         key = wanted["key"][0].decode().replace(" ", "_")
@@ -169,12 +158,9 @@ def test_objects_and_strange_names(tmp_path: Path) -> None:
         ".hidden",
         "x.y z",
     ]
-    (tmp_path / "in" / "ü").mkdir(parents=True)
-    for name in names:
-        (tmp_path / "in" / name).write_bytes(name.encode())
+    write(tmp_path / "in", {name: name.encode() for name in names})
     assert convert(tmp_path / "in", tmp_path / "tar", "tar")[0] == 0
-    with tarfile.open(tmp_path / "tar" / "in-000000.tar") as tar:
-        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    found = members(tmp_path / "tar" / "in-000000.tar")
     assert sorted(found.values()) == sorted(name.encode() for name in names)
     assert all(re.fullmatch(r"[^\s.][^\s.]*\.(txt|json|bin)", name) for name in found)
     assert convert(tmp_path / "in", tmp_path / "tfrecord", "tfrecord")[1]["samples"] == len(names)
@@ -224,10 +210,8 @@ def test_members_lie_in_the_folder_they_are_extracted_to(tmp_path: Path) -> None
 
 
 def test_it_says_which_samples_have_another_key(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.b.txt").write_bytes(b"1")
-    (tmp_path / "in" / "c.txt").write_bytes(b"1")
-    said = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "tar"])
+    write(tmp_path / "in", {"a.b.txt": b"1", "c.txt": b"1"})
+    said = command("convert", tmp_path / "in", tmp_path / "out", "--to", "tar")
     assert "1 samples have another key in the tar" in said.output and "'a.b' is 'a_b'" in said.output
 
 
@@ -246,16 +230,15 @@ def test_damaged_shards_stop_it(photos: Path, tmp_path: Path) -> None:
 def test_its_first_epoch_is_random_access(to: str, photos: Path, tmp_path: Path) -> None:
     """fastload's datasets find the indexes: a length and any sample at once."""
     convert(photos, tmp_path / "out", to, "--shuffle", "1")
+    names, wanted = ("__key__", "jpg", "cls"), IN_TAR
     if to == "tar":
         dataset: Any = fastload.TarDataset(str(tmp_path / "out"), decode=dict)
-        samples = [dataset[index] for index in range(IMAGES)]
-        found = {one["__key__"]: (bytes(one["jpg"]), int(one["cls"])) for one in samples}
     else:
         dataset = fastload.TFRecordDataset(str(tmp_path / "out"), SPEC)
-        samples = [dataset[index] for index in range(IMAGES)]
-        found = {one["key"]: (bytes(one["image"]), one["label"]) for one in samples}
+        names, wanted = ("key", "image", "label"), WANTED
+    read = ([dataset[index][name] for name in names] for index in range(IMAGES))
+    assert {key: (bytes(image), int(label)) for key, image, label in read} == wanted
     assert len(dataset) == IMAGES
-    assert found == (IN_TAR if to == "tar" else WANTED)
     dataset.close()
 
 
@@ -263,82 +246,50 @@ def test_its_first_epoch_is_random_access(to: str, photos: Path, tmp_path: Path)
 
 
 @pytest.fixture
-def s3(photos: Path, tmp_path: Path) -> Iterator[S3Server]:
+def s3(photos: Path, tmp_path: Path) -> Iterator[list[str]]:
+    """The options that lead to the server of `tmp_path`, whose buckets are "photos" and "out"."""
     (tmp_path / "out").mkdir()
     with serve_s3(tmp_path, read_only=False) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
-        yield server._replace(endpoint_url=proxy.url)
-
-
-def on_s3(server: S3Server) -> list[str]:
-    pairs = [f"{name}={value}" for name, value in server.options.items()]
-    return [w for pair in pairs for w in ("--storage-option", pair, "--dst-option", pair)]
+        options = server.options | {"endpoint_url": proxy.url}
+        yield store_words(options, "--storage-option", "--dst-option")
 
 
 @pytest.mark.parametrize("to", ["tar", "tfrecord"])
-def test_on_s3(to: str, s3: S3Server, tmp_path: Path) -> None:
-    code, document = convert("s3://photos", "s3://out/deep", to, *on_s3(s3))
+def test_on_s3(to: str, s3: list[str], tmp_path: Path) -> None:
+    code, document = convert("s3://photos", "s3://out/deep", to, *s3)
     assert code == 0, document
     assert samples(tmp_path / "out" / "deep") == (IN_TAR if to == "tar" else WANTED)
     other = "tfrecord" if to == "tar" else "tar"
-    assert convert("s3://out/deep", "s3://out/other", other, *on_s3(s3))[0] == 0
+    assert convert("s3://out/deep", "s3://out/other", other, *s3)[0] == 0
     assert samples(tmp_path / "out" / "other") == IN_TAR
 
 
-def start(server: S3Server, *more: str) -> subprocess.Popen[str]:
-    few = ["--storage-option", "max_requests=2"]  # slow enough to be interrupted
-    arguments = [
-        "convert",
-        "s3://photos",
-        "s3://out",
-        "--to",
-        "tar",
-        "--shard-size",
-        "100KB",
-        "--json",
-        *more,
-    ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "fastload", *arguments, *on_s3(server), *few],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_shards(running: subprocess.Popen[str], directory: Path, count: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and running.poll() is None:
-        try:
-            if len(json.loads((directory / "photos.json").read_bytes())["shards"]) >= count:
-                return
-        except (OSError, ValueError):
-            pass
-        time.sleep(0.005)
-    pytest.fail(f"no {count} shards: {running.communicate() if running.poll() is not None else 'too slow'}")
+def shards_of(directory: Path) -> list[str]:
+    """The names of the shards that are whole."""
+    try:
+        return [shard["name"] for shard in json.loads((directory / "photos.json").read_bytes())["shards"]]
+    except (OSError, ValueError):
+        return []
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.stress)])
-def test_interrupted_and_gone_on(how: signal.Signals, s3: S3Server, photos: Path, tmp_path: Path) -> None:
-    running = start(s3)
-    try:
-        wait_for_shards(running, tmp_path / "out", 2)
+def test_interrupted_and_gone_on(how: signal.Signals, s3: list[str], photos: Path, tmp_path: Path) -> None:
+    few = ["--storage-option", "max_requests=2"]  # slow enough to be interrupted
+    words = ["s3://photos", "s3://out", "--to", "tar", "--shard-size", "100KB", "--json"]
+    with start("convert", *words, *s3, *few) as running:
+        wait_until(lambda: len(shards_of(tmp_path / "out")) >= 2 or running.poll() is not None, "two shards")
+        assert running.poll() is None, running.communicate()
         os.killpg(running.pid, how)
         out, err = running.communicate(timeout=PATIENCE)
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.communicate()
     document = json.loads((tmp_path / "out" / "photos.json").read_bytes())
     assert not document["complete"]
     if how == signal.SIGINT:
         assert running.returncode == 130 and "Traceback" not in err and "run the same command" in err
         assert json.loads(out.splitlines()[-1])["interrupted"]
-    whole = [shard["name"] for shard in document["shards"]]
+    whole = shards_of(tmp_path / "out")
     was = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole}
 
-    code, after = convert("s3://photos", "s3://out", "tar", *on_s3(s3))
+    code, after = convert("s3://photos", "s3://out", "tar", *s3)
     assert code == 0, after
     assert after["complete"] and after["kept"] == len(whole) >= 2
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole} == was, "written once"
@@ -348,13 +299,13 @@ def test_interrupted_and_gone_on(how: signal.Signals, s3: S3Server, photos: Path
     assert {name: body for name, body in files(tmp_path / "out").items() if name in shards} == shards
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("more", ORDERS)
 def test_shards_go_on_in_the_middle_of_a_shard(
-    seed: int | None, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: list[str], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = [] if seed is None else ["--shuffle", seed]
     convert(photos, tmp_path / "in", "tfrecord")
-    convert(tmp_path / "in", tmp_path / "unbroken", "tar", "--shard-size", "40KB", "--name", "x", *more)
+    words = ["--shard-size", "40KB", "--name", "x", *more]
+    convert(tmp_path / "in", tmp_path / "unbroken", "tar", *words)
     send, sent = shard_set.ShardSet.send, Counter[str]()
 
     def failing(shards: Any, made: Any) -> None:
@@ -367,9 +318,7 @@ def test_shards_go_on_in_the_middle_of_a_shard(
     monkeypatch.setattr(shard_set.ShardSet, "send", failing)
     for _ in range(20):
         try:
-            code, _ = convert(
-                tmp_path / "in", tmp_path / "out", "tar", "--shard-size", "40KB", "--name", "x", *more
-            )
+            code, _ = convert(tmp_path / "in", tmp_path / "out", "tar", *words)
         except AssertionError:  # an error that is not ours ends the command without a document
             continue
         assert code == 0
@@ -378,11 +327,10 @@ def test_shards_go_on_in_the_middle_of_a_shard(
     assert files(tmp_path / "out") == files(tmp_path / "unbroken")
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("more", ORDERS)
 def test_shards_begun_by_a_version_with_another_order_are_refused(
-    seed: int | None, photos: Path, tmp_path: Path
+    more: list[str], photos: Path, tmp_path: Path
 ) -> None:
-    more = [] if seed is None else ["--shuffle", seed]
     convert(photos, tmp_path / "in", "tfrecord")
     arguments = (tmp_path / "in", tmp_path / "out", "tar", *more, "--name")
     assert convert(*arguments, "x")[0] == 0
@@ -397,13 +345,12 @@ def test_shards_begun_by_a_version_with_another_order_are_refused(
 
 
 def test_no_empty_shard_follows_one_that_is_exactly_full(tmp_path: Path) -> None:
-    with (tmp_path / "in.tfrecord").open("wb") as file:
+    (tmp_path / "in").mkdir()
+    with (tmp_path / "in" / "a.tfrecord").open("wb") as file:
         writer = TFRecordWriter(file)
         for number in range(6):
             writer.write(b"%d" % number * 984)  # 1,000 bytes with its framing
         writer.close()
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in.tfrecord").rename(tmp_path / "in" / "a.tfrecord")
     code, document = convert(tmp_path / "in", tmp_path / "out", "tfrecord", "--shard-size", "3000")
     assert (code, document["samples"], document["shards"]) == (0, 6, 2)
 
@@ -471,8 +418,7 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("fastload.store.failures.READ_POLICY", fastload.store.failures.RetryPolicy(budget=1))
     (tmp_path / "out").mkdir()
     with serve_s3(tmp_path) as server:
-        pairs = [f"{name}={value}" for name, value in server.options.items()]
-        code, document = convert(photos, "s3://out", "tar", *(w for p in pairs for w in ("--dst-option", p)))
+        code, document = convert(photos, "s3://out", "tar", *store_words(server.options, "--dst-option"))
     assert code == 1 and document["error"]["stage"] == "put"
     assert not list((tmp_path / "out").iterdir())
 
@@ -480,12 +426,10 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_members_that_would_be_one_feature() -> None:
     from fastload.cli.convert.sample_forms import Sample, as_features
 
-    def features(**members: bytes) -> dict[str, Any]:
-        return as_features(
-            Sample("0001", {name: memoryview(data) for name, data in members.items()}, None, 0)
-        )
+    def features(**parts: bytes) -> dict[str, Any]:
+        return as_features(Sample("0001", {name: memoryview(data) for name, data in parts.items()}, None, 0))
 
     assert set(features(jpg=b"1", cls=b"2")) == {"key", "image", "label"}
-    for members in ({"cls": b"3", "label": b"x"}, {"jpg": b"1", "image": b"2"}, {"key": b"x"}):
+    for parts in ({"cls": b"3", "label": b"x"}, {"jpg": b"1", "image": b"2"}, {"key": b"x"}):
         with pytest.raises(DecodeError, match="second feature"):
-            features(**members)
+            features(**parts)

@@ -11,6 +11,7 @@ import fastload
 from fastload.cli.data_source import KINDS, find_kind
 from tests.commands import answer
 from tests.kinds import COUNT, copy_format, photo, write_beton, write_parquet, write_table, write_tar
+from tests.sharddata import write
 
 TOKENS = ["--from", "tokens", "--dtype", "uint16", "--block", "100"]
 TABLE = ["--fields", "@image,label"]
@@ -37,9 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_beton(root / "beton", photo)
     for name in ("mds-numbered", "lit-numbered"):
         copy_format(name)(root / name, photo)
-    for number in range(COUNT):
-        (root / "folder" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        (root / "folder" / "ab"[number % 2] / f"{number}.jpg").write_bytes(photo(number))
+    write(root / "folder", {f"{'ab'[number % 2]}/{number}.jpg": photo(number) for number in range(COUNT)})
     (root / "tokens").mkdir()
     np.arange(100 * COUNT, dtype=np.uint16).tofile(root / "tokens" / "corpus.bin")
     return root

@@ -35,9 +35,8 @@ from fastload.cli.demo.delay_proxy import RequestReader
 from fastload.cli.demo.photos import make_dataset, make_photo
 from fastload.cli.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
+from tests.commands import ROOT, command, start
 from tests.patience import PATIENCE, runs, wait_until
-
-REPOSITORY = Path(fastload.__file__).parents[1]
 
 # --- photos
 
@@ -60,10 +59,10 @@ def test_photos_have_the_size_of_real_photos() -> None:
 
 
 def test_dataset_is_made_once(tmp_path: Path) -> None:
-    total = make_dataset(tmp_path, 40, classes=4)
-    files = sorted(tmp_path.glob("class_0[0-3]/img_000[0-3]?.jpg"))
+    total = make_dataset(tmp_path, 12, classes=4)
+    files = sorted(tmp_path.glob("class_0[0-3]/img_000[01]?.jpg"))
     contents = [file.read_bytes() for file in files]
-    assert len(files) == len(set(contents)) == 40
+    assert len(files) == len(set(contents)) == 12
     assert total == sum(map(len, contents))
 
     # As after a kill: one photo not there, another half written.
@@ -71,10 +70,10 @@ def test_dataset_is_made_once(tmp_path: Path) -> None:
     (files[6].with_suffix(".part")).write_bytes(b"half")
     kept = files[0].stat().st_mtime_ns
     seen: list[tuple[int, int]] = []
-    assert make_dataset(tmp_path, 40, classes=4, progress=lambda *done: seen.append(done)) == total
+    assert make_dataset(tmp_path, 12, classes=4, progress=lambda *done: seen.append(done)) == total
     assert [file.read_bytes() for file in files] == contents
     assert files[0].stat().st_mtime_ns == kept
-    assert seen[-1] == (40, 40)
+    assert seen[-1] == (12, 12)
 
 
 # --- the proxy
@@ -299,18 +298,6 @@ def test_server_that_cannot_start_raises_with_its_output(
 # --- the command, as a real process
 
 
-def start_demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fastload", "demo", "--dir", str(directory), *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
@@ -331,8 +318,8 @@ def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found if len(found) == 2 else []
 
 
-def _is_server(command: str) -> bool:
-    return command.startswith(str(find_rclone())) or ("_proxy.py" in command and "os.execv" not in command)
+def _is_server(words: str) -> bool:
+    return words.startswith(str(find_rclone())) or ("_proxy.py" in words and "os.execv" not in words)
 
 
 def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -355,8 +342,9 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
-    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "2", "--json")
-    out, err = process.communicate(timeout=PATIENCE)
+    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 2, "--json"]
+    with start(*words) as process:
+        out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     document = json.loads(out)
     first, second = document["fastload"]["epoch_1"], document["fastload"]["epoch_2"]
@@ -379,38 +367,35 @@ def test_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
 def test_demo_deletes_no_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").touch()
-    process = start_demo(tmp_path, "--images", "4")
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert "--dir" in err and "Traceback" not in err
+    done = command("demo", "--dir", tmp_path, "--images", 4)
+    assert done.exit_code == 2
+    assert "--dir" in done.stderr and "Traceback" not in done.output
     assert (tmp_path / "data" / "precious").exists()
 
 
 def test_demo_after_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
-    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "300", "--json")
-    everyone = wait_until(lambda: measuring(process), "it measures")
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert out == ""
-    assert "Traceback" not in err
+    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 300, "--json"]
+    with start(*words) as process:
+        everyone = wait_until(lambda: measuring(process), "it measures")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
+        out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
     wait_until(lambda: all_gone(everyone), "all processes have ended")
     assert not (tmp_path / "demo" / "data").exists()
 
 
 def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
-    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "80")
-    everyone = wait_until(lambda: measuring(process), "it measures")
-    left = servers(process)
-    process.kill()
-    try:
-        wait_until(lambda: all_gone(left), "server and proxy have ended")
-    finally:
-        # torch's workers ask only every 5 seconds whether their parent lives: no need to wait for them.
-        for worker in everyone:
-            with suppress(psutil.NoSuchProcess):
-                worker.kill()
-        process.communicate()
+    with start("demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 80) as process:
+        everyone = wait_until(lambda: measuring(process), "it measures")
+        left = servers(process)
+        process.kill()
+        try:
+            wait_until(lambda: all_gone(left), "server and proxy have ended")
+        finally:
+            # torch's workers ask only every 5 seconds whether their parent lives: no need to wait for them.
+            for worker in everyone:
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
 
 
 PARENT = """
@@ -429,8 +414,8 @@ with s3_server.tethered(["/bin/sleep", "60"]) as child:
 def test_child_ends_with_its_killed_parent(tethered: bool) -> None:
     """Guard removed: without the request to the kernel, the child of a killed parent lives on."""
     plain = "import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n"
-    command = [sys.executable, "-c", PARENT, s3_server.TETHER if tethered else plain]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
+    words = [sys.executable, "-c", PARENT, s3_server.TETHER if tethered else plain]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         wait_until(lambda: "sleep" in described(child), "the child sleeps")

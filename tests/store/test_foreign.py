@@ -6,6 +6,8 @@ import ast
 import copy
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.commands import command
 from tests.faultserver import FaultServer
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
+OBJECTS = {"x/cat/0.jpg": b"x"}
 
 # What a state may say of its place. Each other option belongs to the user.
 ALLOWED = {
@@ -65,14 +68,17 @@ def options_of_obstore() -> set[str]:
     return names
 
 
+def file_systems() -> Iterator[tuple[str, Any]]:
+    """The file systems of fsspec that are installed, by protocol."""
+    for protocol in fsspec.available_protocols():
+        with suppress(ImportError):
+            yield protocol, fsspec.get_filesystem_class(protocol)
+
+
 def options_of_fsspec() -> set[str]:
     """Each argument of the file systems that are installed."""
     names = {"target_protocol", "cache_storage", "same_names", "fo", "config_kwargs", "session"}
-    for protocol in fsspec.available_protocols():
-        try:
-            kind = fsspec.get_filesystem_class(protocol)
-        except ImportError:
-            continue
+    for _, kind in file_systems():
         for base in kind.__mro__[:-1]:
             names |= set(inspect.signature(base.__init__).parameters)
     assert {"cache_storage", "remote_protocol"} <= names
@@ -84,38 +90,27 @@ def own_options() -> set[str]:
     return {name for kind in kinds for name in getattr(storage_options, kind)}
 
 
-OPTIONS = sorted(
-    {*options_of_obstore(), *options_of_fsspec(), *own_options(), "max_gets", "hedge"} - ALLOWED - SERVERS
-)
+def test_option_that_a_state_may_not_set_is_refused_by_its_name(state: dict[str, Any]) -> None:
+    options = {*options_of_obstore(), *options_of_fsspec(), *own_options(), "max_gets", "hedge"}
+    for name in options - ALLOWED - SERVERS:
+        for url in ("s3://bucket/x", "memory://x"):
+            with pytest.raises(ArgumentError, match=f"the storage option '{name}', which only you may set"):
+                restore(changed(state, url=url, options={name: "x"}))
+        with pytest.raises(ArgumentError, match=rf"the storage option 'client_kwargs\.{name}'"):
+            restore(changed(state, url="s3://bucket/x", options={"client_kwargs": {name: "x"}}))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_option_that_a_state_may_not_set_is_refused_by_its_name(state: dict[str, Any], name: str) -> None:
-    for url in ("s3://bucket/x", "memory://x"):
-        with pytest.raises(ArgumentError, match=f"sets the storage option '{name}', which only you may set"):
-            restore(changed(state, url=url, options={name: "x"}))
-    with pytest.raises(ArgumentError, match=rf"the storage option 'client_kwargs\.{name}'"):
-        restore(changed(state, url="s3://bucket/x", options={"client_kwargs": {name: "x"}}))
-
-
-@pytest.mark.parametrize("protocol", sorted({*fsspec.available_protocols(), "nosuch", "FileCache"} - PLACES))
-def test_protocol_that_a_state_may_not_name_is_refused(state: dict[str, Any], protocol: str) -> None:
-    with pytest.raises(ArgumentError, match="a place that only you may name"):
-        restore(changed(state, url=f"{protocol}://x", options={}))
-
-
-@pytest.mark.parametrize("url", ["s3://bucket::filecache://x", "simplecache::file:///x", "zip::/x", 3, None])
-def test_chain_or_no_text_in_a_state_is_refused(state: dict[str, Any], url: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"only you may name|no text"):
-        restore(changed(state, url=url, options={}))
+def test_protocol_that_a_state_may_not_name_is_refused(state: dict[str, Any]) -> None:
+    for protocol in {*fsspec.available_protocols(), "nosuch", "FileCache"} - PLACES:
+        with pytest.raises(ArgumentError, match="a place that only you may name"):
+            restore(changed(state, url=f"{protocol}://x", options={}))
+    for url in ("s3://bucket::filecache://x", "simplecache::file:///x", "zip::/x", 3, None):
+        with pytest.raises(ArgumentError, match=r"only you may name|no text"):
+            restore(changed(state, url=url, options={}))
 
 
 def test_every_file_system_that_leads_to_another_one_is_refused() -> None:
-    for protocol in fsspec.available_protocols():
-        try:
-            kind = fsspec.get_filesystem_class(protocol)
-        except ImportError:
-            continue
+    for protocol, kind in file_systems():
         leads = {"fo", "target_protocol", "remote_protocol", "fs"} & {*inspect.signature(kind).parameters}
         if leads or issubclass(kind, CachingFileSystem):
             assert protocol not in PLACES, protocol
@@ -164,28 +159,32 @@ def restore_text(state: dict[str, Any]) -> str:
     ],
 )
 def test_server_of_a_state_is_asked_only_if_it_is_the_environments(
-    state: dict[str, Any], url: str, variable: str, named: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    state: dict[str, Any],
+    url: str,
+    variable: str,
+    named: dict[str, Any],
+    server: FaultServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with FaultServer({"x/cat/0.jpg": b"x"}) as server:
-        place = json.loads(json.dumps(named).replace("{}", server.endpoint_url))
-        hostile = changed(state, url=url, options=place)
-        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.token")
-        monkeypatch.setenv("AZURE_STORAGE_TOKEN", "token")
-        for own in (None, "http://127.0.0.1:9"):
-            if own is not None:
-                monkeypatch.setenv(variable, own)
-            with pytest.raises(ArgumentError, match=r"names the server .*pass it with --endpoint-url"):
-                restore(hostile)
-        assert not server.requests
-        monkeypatch.setenv(variable, f"{server.endpoint_url}/")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "fault-access-key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fault-secret-key")
-        assert "names the server" not in restore_text(hostile)
-        assert server.requests
+    place = json.loads(json.dumps(named).replace("{}", server.endpoint_url))
+    hostile = changed(state, url=url, options=place)
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.token")
+    monkeypatch.setenv("AZURE_STORAGE_TOKEN", "token")
+    for own in (None, "http://127.0.0.1:9"):
+        if own is not None:
+            monkeypatch.setenv(variable, own)
+        with pytest.raises(ArgumentError, match=r"names the server .*pass it with --endpoint-url"):
+            restore(hostile)
+    assert not server.requests
+    monkeypatch.setenv(variable, f"{server.endpoint_url}/")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "fault-access-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "fault-secret-key")
+    assert "names the server" not in restore_text(hostile)
+    assert server.requests
 
 
-def test_server_of_the_user_takes_the_place_of_the_states(state: dict[str, Any]) -> None:
-    with FaultServer({"x/cat/0.jpg": b"x"}) as server, FaultServer({}) as evil:
+def test_server_of_the_user_takes_the_place_of_the_states(state: dict[str, Any], server: FaultServer) -> None:
+    with FaultServer({}) as evil:
         for name in SERVERS - {"base_url"}:
             hostile = changed(state, url="s3://bucket/x", options={name: evil.endpoint_url})
             restore(hostile, storage_options=server.options)
@@ -194,11 +193,10 @@ def test_server_of_the_user_takes_the_place_of_the_states(state: dict[str, Any])
         assert server.requests and not evil.requests
 
 
-def test_option_of_the_user_is_not_the_states(state: dict[str, Any]) -> None:
-    with FaultServer({"x/cat/0.jpg": b"x"}) as server:
-        given = {**server.options, "requester_pays": True}
-        hostile = changed(state, url="s3://bucket/x", options={"requester_pays": False, "anon": True})
-        assert "has 1 samples, and the run had 2" in str(restore(hostile, storage_options=given).missing)
+def test_option_of_the_user_is_not_the_states(state: dict[str, Any], server: FaultServer) -> None:
+    given = {**server.options, "requester_pays": True}
+    hostile = changed(state, url="s3://bucket/x", options={"requester_pays": False, "anon": True})
+    assert "has 1 samples, and the run had 2" in str(restore(hostile, storage_options=given).missing)
 
 
 def test_replay_of_a_hostile_state_writes_no_file(state: dict[str, Any], tmp_path: Path) -> None:
@@ -226,20 +224,18 @@ def test_what_a_state_keeps_opens_the_store_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read_from", "key", "says"),
+    ("folder", "key", "says"),
     [
-        ("memory://tables/t.csv", "filecache://x/a.jpg", "a place that only you may name"),
-        ("memory://tables/t.csv", "hf://datasets/x/a.jpg", r"pass url='hf://\.\.\.'"),
-        ("memory://tables/t.csv", "simplecache::s3://bucket/x/a.jpg", "a place that only you may name"),
-        ("memory://tables/t.csv", "/home/somebody/.ssh/id", "names files of this machine"),
-        ("memory://tables/t.csv", "file:///home/somebody/.ssh/id", "names files of this machine"),
-        ("/t.csv", "filecache://x/a.jpg", "a place that only you may name"),
+        ("memory://tables", "filecache://x/a.jpg", "a place that only you may name"),
+        ("memory://tables", "hf://datasets/x/a.jpg", r"pass url='hf://\.\.\.'"),
+        ("memory://tables", "simplecache::s3://bucket/x/a.jpg", "a place that only you may name"),
+        ("memory://tables", "/home/somebody/.ssh/id", "names files of this machine"),
+        ("memory://tables", "file:///home/somebody/.ssh/id", "names files of this machine"),
+        ("{}", "filecache://x/a.jpg", "a place that only you may name"),
     ],
 )
-def test_place_that_a_table_may_not_name_is_refused(
-    read_from: str, key: str, says: str, tmp_path: Path
-) -> None:
-    path = read_from if "://" in read_from else f"{tmp_path}{read_from}"
+def test_place_that_a_table_may_not_name_is_refused(folder: str, key: str, says: str, tmp_path: Path) -> None:
+    path = f"{folder.format(tmp_path)}/t.csv"
     with fsspec.open(path, "w") as file:
         file.write(f"image\n{key}\n")
     with pytest.raises(ArgumentError, match=says):
@@ -254,28 +250,18 @@ def test_key_of_a_table_stays_below_its_url(key: str, tmp_path: Path) -> None:
         TableDataset({"image": [key]}, File("image", decode=bytes), url=str(tmp_path / "in"))[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("/etc/passwd", "../b.tar", "a/../../b.tar", "s3://bucket/b.tar", "file:///etc/b.tar", "a//b.tar"),
-        *(
-            "filecache://x/b.tar",
-            "simplecache::s3://bucket/b.tar",
-            "pipe:touch b",
-            "b{0..9}.tar",
-            "*.tar",
-            "",
-        ),
-        *("memory://elsewhere/b.tar", "memory://shards/../b.tar", "memory://shards2/b.tar", ""),
-    ],
-)
 @pytest.mark.parametrize("folder", ["memory://shards/in", "{}"])
-def test_shard_that_an_index_names_lies_in_its_bucket(folder: str, name: str, tmp_path: Path) -> None:
+def test_shard_that_an_index_names_lies_in_its_bucket(folder: str, tmp_path: Path) -> None:
     folder = folder.format(tmp_path)
-    with fsspec.open(f"{folder}/index.json", "w") as file:
-        json.dump({"shardlist": [{"url": name}]}, file)
-    with pytest.raises(ArgumentError, match="not a plain name below this folder"):
-        TarDataset(f"{folder}/index.json")
+    for name in (
+        *("/etc/passwd", "../b.tar", "a/../../b.tar", "s3://bucket/b.tar", "file:///etc/b.tar", "a//b.tar"),
+        *("filecache://x/b.tar", "simplecache::s3://bucket/b.tar", "pipe:touch b", "b{0..9}.tar", "*.tar"),
+        *("memory://elsewhere/b.tar", "memory://shards/../b.tar", "memory://shards2/b.tar", ""),
+    ):
+        with fsspec.open(f"{folder}/index.json", "w") as file:
+            json.dump({"shardlist": [{"url": name}]}, file)
+        with pytest.raises(ArgumentError, match="not a plain name below this folder"):
+            TarDataset(f"{folder}/index.json")
 
 
 @pytest.mark.parametrize("name", ["in/b.tar", "memory://shards/in/b.tar", "memory://shards/b.tar"])

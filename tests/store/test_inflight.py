@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 from fastload import Cache, DataLoader, ObjectDataset
 from fastload.cache import writer
 from fastload.cache.writer import InflightLocks
-from fastload.cli.demo.photos import make_dataset
-from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.datasets.warm import Warmed
 from fastload.errors import WorkerError
+from tests.bucketdata import Bucket, digest, serve_photos
 from tests.patience import PATIENCE, wait_until
+from tests.sharddata import write
 
 IMAGES = 160
 ROUND_TRIP = 0.02  # seconds
@@ -66,8 +67,7 @@ def test_any_key(root: int, extreme: bytes) -> None:
 
 
 def _hold(path: Path, ready: Any) -> None:
-    taken = InflightLocks(os.open(path, os.O_RDONLY)).lock(key(1))
-    ready.send(taken)
+    ready.send(InflightLocks(os.open(path, os.O_RDONLY)).lock(key(1)))
     time.sleep(60)
 
 
@@ -113,65 +113,49 @@ def test_file_system_without_locks_grants_all(root: int, monkeypatch: pytest.Mon
 # --- the cache
 
 
-def test_a_lock_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
-    fd = _opened(tmp_path)
-    ours, other = Cache(tmp_path), InflightLocks(fd)
-    one = ours.key("one")
-    assert ours._lock_inflight(one)
-    assert not other.lock(one)
-    assert ours.write(one, b"payload")
-    wait_until(lambda: other.lock(one), "the lock is free")
-    entry = ours.lookup(one)
-    assert entry is not None, "found by the next one that gets the lock"
-    other.unlock(one)
-    assert not ours._lock_inflight(one), "nothing is left to be read"
-    ours.close()
-    other.close()
-    os.close(fd)
-
-
-def _opened(path: Path) -> int:
-    """The descriptor of the folder in which a cache has its in-flight locks."""
+@contextmanager
+def others_locks(path: Path) -> Iterator[InflightLocks]:
+    """The in-flight locks of another process that uses the cache in `path`."""
     cache = Cache(path)
     cache.write(cache.key("anything"), b"x")
     cache.close()
-    return os.open(path / "v1", os.O_RDONLY)
+    fd = os.open(path / "v1", os.O_RDONLY)
+    locks = InflightLocks(fd)
+    yield locks
+    locks.close()
+    os.close(fd)
+
+
+def test_a_lock_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
+    with others_locks(tmp_path) as other, closing(Cache(tmp_path)) as ours:
+        one = ours.key("one")
+        assert ours._lock_inflight(one)
+        assert not other.lock(one)
+        assert ours.write(one, b"payload")
+        wait_until(lambda: other.lock(one), "the lock is free")
+        assert ours.lookup(one) is not None, "found by the next one that gets the lock"
+        other.unlock(one)
+        assert not ours._lock_inflight(one), "nothing is left to be read"
 
 
 @pytest.mark.parametrize("why", ["unlocked", "full"])
 def test_a_lock_without_a_payload_ends(tmp_path: Path, why: str) -> None:
-    fd = _opened(tmp_path)
-    ours, other = Cache(tmp_path, size_limit=1000), InflightLocks(fd)
-    one = ours.key("one")
-    assert ours._lock_inflight(one) and not other.lock(one)
-    if why == "unlocked":
-        ours._unlock_inflight(one)
-    else:
-        assert not ours.write(one, bytes(5000))
-    assert other.lock(one)
-    ours.close()
-    other.close()
-    os.close(fd)
+    with others_locks(tmp_path) as other, closing(Cache(tmp_path, size_limit=1000)) as ours:
+        one = ours.key("one")
+        assert ours._lock_inflight(one) and not other.lock(one)
+        if why == "unlocked":
+            ours._unlock_inflight(one)
+        else:
+            assert not ours.write(one, bytes(5000))
+        assert other.lock(one)
 
 
 # --- two runs at once, cold, on a real S3 server
 
 
-class Bucket:
-    """Photos behind a round trip, and what they are."""
-
-    def __init__(self, root: Path, proxy: Any, server: Any) -> None:
-        self.proxy = proxy
-        self.options = {"endpoint_url": proxy.url, "key": server.key, "secret": server.secret}
-        self.digests = sorted(hashlib.md5(path.read_bytes()).hexdigest() for path in root.rglob("*.jpg"))
-
-    def run(self, cache: Cache, **options: Any) -> DataLoader[Any]:
-        dataset = ObjectDataset("s3://photos", decode=digest, cache=cache, storage_options=self.options)
-        return DataLoader(dataset, 8, num_workers=1, collate_fn=list, **options)
-
-
-def digest(data: bytes) -> str:
-    return hashlib.md5(data).hexdigest()
+def run(bucket: Bucket, cache: Cache, **options: Any) -> DataLoader[Any]:
+    dataset = ObjectDataset("s3://photos", decode=digest, cache=cache, storage_options=bucket.options)
+    return DataLoader(dataset, 8, num_workers=1, collate_fn=list, **options)
 
 
 class Blind(Cache):
@@ -183,10 +167,8 @@ class Blind(Cache):
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    root = tmp_path_factory.mktemp("s3")
-    make_dataset(root / "photos", IMAGES, classes=4)
-    with serve_s3(root) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
-        yield Bucket(root / "photos", proxy, server)
+    with serve_photos(tmp_path_factory.mktemp("s3"), IMAGES, ROUND_TRIP) as served:
+        yield served
 
 
 def both(first: Any, second: Any) -> list[list[str]]:
@@ -200,38 +182,38 @@ def both(first: Any, second: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_two_runs_read_each_object_once(bucket: Bucket, tmp_path: Path, shuffle: bool) -> None:
-    before = bucket.proxy.counts().object_gets
-    loaders = [bucket.run(Cache(tmp_path), shuffle=shuffle) for _ in range(2)]
+    before = bucket.gets()
+    loaders = [run(bucket, Cache(tmp_path), shuffle=shuffle) for _ in range(2)]
     for seen in both(*loaders):
-        assert sorted(seen) == bucket.digests
+        assert sorted(seen) == sorted(bucket.digests.values())
     for loader in loaders:
         counters = loader.stats()["counters"]
         assert counters["cache.hits"] + counters["cache.misses"] == IMAGES, "to look again is no miss"
-    gets = bucket.proxy.counts().object_gets - before
+    gets = bucket.gets() - before
     assert IMAGES <= gets <= 1.25 * IMAGES
 
 
 @pytest.mark.stress
 def test_guard_removed_two_runs_read_objects_twice(bucket: Bucket, tmp_path: Path) -> None:
-    before = bucket.proxy.counts().object_gets
+    before = bucket.gets()
     bucket.proxy.set_round_trip(0.2)  # far away, so that what one reads is not in the cache before the other
     try:
-        for seen in both(bucket.run(Blind(tmp_path)), bucket.run(Blind(tmp_path))):
-            assert sorted(seen) == bucket.digests
+        for seen in both(run(bucket, Blind(tmp_path)), run(bucket, Blind(tmp_path))):
+            assert sorted(seen) == sorted(bucket.digests.values())
     finally:
         bucket.proxy.set_round_trip(ROUND_TRIP)
-    assert bucket.proxy.counts().object_gets - before > 1.3 * IMAGES
+    assert bucket.gets() - before > 1.3 * IMAGES
 
 
 def test_the_other_run_is_killed(bucket: Bucket, tmp_path: Path) -> None:
-    first, second = iter(bucket.run(Cache(tmp_path))), iter(bucket.run(Cache(tmp_path)))
+    first, second = iter(run(bucket, Cache(tmp_path))), iter(run(bucket, Cache(tmp_path)))
     seen = list(next(second))
     next(first)
     os.kill(first._workers[0].pid, signal.SIGKILL)
     start = time.monotonic()
     for batch in second:
         seen += batch
-    assert sorted(seen) == bucket.digests
+    assert sorted(seen) == sorted(bucket.digests.values())
     assert time.monotonic() - start < PATIENCE
     with pytest.raises(WorkerError, match="killed"):
         list(first)
@@ -242,22 +224,17 @@ def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     dataset = ObjectDataset(
         "s3://photos", decode=digest, cache=Cache(tmp_path), storage_options=bucket.options
     )
-    fd = _opened(tmp_path)
-    held = InflightLocks(fd)
-    assert all(held.lock(dataset._cache_keys(i)[0]) for i in range(50))
-    start = time.monotonic()
-    seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
-    assert sorted(seen) == bucket.digests
-    assert 1 < time.monotonic() - start < PATIENCE
-    held.close()
-    os.close(fd)
+    with others_locks(tmp_path) as held:
+        assert all(held.lock(dataset._cache_keys(i)[0]) for i in range(50))
+        start = time.monotonic()
+        seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
+        assert sorted(seen) == sorted(bucket.digests.values())
+        assert 1 < time.monotonic() - start < PATIENCE
 
 
 def test_a_failed_read_gives_its_lock_back(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in "ab":
-        (tmp_path / "data" / name).write_bytes(b"x" * 100)
-    dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
+    url = write(tmp_path / "data", dict.fromkeys("ab", b"x" * 100))
+    dataset = ObjectDataset(url, cache=tmp_path / "cache")
     (tmp_path / "data" / "a").unlink()
     dataset.prefetch([0, 1])
     with pytest.raises(OSError, match="a"):
@@ -269,20 +246,15 @@ def test_a_failed_read_gives_its_lock_back(tmp_path: Path) -> None:
 
 
 def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in "abc":
-        (tmp_path / "data" / name).write_bytes(name.encode() * 100)
-    dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
-    fd = _opened(tmp_path / "cache")
-    other = InflightLocks(fd)
+    url = write(tmp_path / "data", {name: name.encode() * 100 for name in "abc"})
+    dataset = ObjectDataset(url, cache=tmp_path / "cache")
     first, second = dataset._cache_keys(0)[0], dataset._cache_keys(1)[0]
-    assert other.lock(first) and other.lock(second)
-    outcomes = dataset.warm(range(3))
-    assert next(outcomes) == Warmed(2, "stored", 100)
-    assert dataset.cache is not None
-    dataset.cache.write(first, b"a" * 100)  # by the other run; its lock on the second ends with it
-    dataset.cache.flush()
-    other.close()
+    with others_locks(tmp_path / "cache") as other:
+        assert other.lock(first) and other.lock(second)
+        outcomes = dataset.warm(range(3))
+        assert next(outcomes) == Warmed(2, "stored", 100)
+        assert dataset.cache is not None
+        dataset.cache.write(first, b"a" * 100)  # by the other run; its lock on the second ends with it
+        dataset.cache.flush()
     assert sorted(outcomes) == [Warmed(0, "present"), Warmed(1, "stored", 100)]
     dataset.close()
-    os.close(fd)

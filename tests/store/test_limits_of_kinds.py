@@ -71,7 +71,17 @@ def stopped_early(loader: Any) -> list[int]:
     return found
 
 
-def check(kind: Kind, server: FaultServer, cache: Path, workers: int, part: float) -> None:
+ELSEWHERE = [(workers, part) for workers in (0, 2, 3) for part in (0.1, 0.4, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "part"), [(1, 0.6), *(pytest.param(*one, marks=pytest.mark.stress) for one in ELSEWHERE)]
+)
+@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: kind.name)
+def test_limit_stops_in_time_and_the_state_goes_on_with_each_sample_once(
+    kind: Kind, server: FaultServer, tmp_path: Path, workers: int, part: float
+) -> None:
+    cache = tmp_path / "cache"
     fail_again(server)
     dataset = opened(kind, None, server.options)
     opening = asked(server)
@@ -98,20 +108,3 @@ def check(kind: Kind, server: FaultServer, cache: Path, workers: int, part: floa
     hits = opened(kind, cache, {**server.options, "max_gets": max(1, opening)})
     assert Counter(samples(loader_of(hits, 0))) == WANTED
     assert asked(server) <= opening, "a hit counts for nothing"
-
-
-@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: kind.name)
-def test_limit_stops_in_time_and_the_state_goes_on_with_each_sample_once(
-    kind: Kind, server: FaultServer, tmp_path: Path
-) -> None:
-    check(kind, server, tmp_path / "cache", workers=1, part=0.6)
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("part", [0.1, 0.4, 0.9])
-@pytest.mark.parametrize("workers", [0, 2, 3])
-@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: kind.name)
-def test_limit_stops_in_time_at_any_place(
-    kind: Kind, server: FaultServer, tmp_path: Path, workers: int, part: float
-) -> None:
-    check(kind, server, tmp_path / "cache", workers, part)

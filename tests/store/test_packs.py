@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 import xxhash
 
-import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import exchange
 from fastload.cache.exchange import pull, push
 from fastload.cache.packs import Pack, pack_name
 from fastload.cli.demo.photos import make_dataset
 from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
-from fastload.store import failures
-from tests.bucketdata import Bucket
+from fastload.store import Store, failures
+from tests.bucketdata import PHOTOS, Bucket
 from tests.cachedata import fill, flip, segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks", "no_aws_settings")
 
 COUNT = 200
 SIZE = 3000
-MakeCache = Callable[..., Cache]
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +43,31 @@ def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BESIDE_TRAINING", exchange.Pace(3, 4 * SIZE))
 
 
+class Nodes:
+    """Nodes that publish at one URL. The first one has its cache where `open_cache` opens one by default."""
+
+    def __init__(self, server: FaultServer, open_cache: Callable[..., Cache], path: Path) -> None:
+        self._server, self._open_cache, self._path = server, open_cache, path
+
+    def store(self) -> Store:
+        return open_store("s3://bucket/packs", **self._server.options)
+
+    def cache(self, name: str = "cache", **options: Any) -> Cache:
+        return self._open_cache(self._path / name, **options)
+
+    def publish(self, count: int = COUNT, size: int = SIZE) -> dict[bytes, bytes]:
+        """The records of the first node, which it has pushed."""
+        content = fill(self.cache(), count, size)
+        push(self.cache(), self.store())
+        return content
+
+    def pull(self, name: str = "other", **options: Any) -> exchange.Pulled:
+        return pull(self.cache(name), self.store(), **options)
+
+
 @pytest.fixture
-def server() -> Iterator[FaultServer]:
-    with FaultServer({}) as server:
-        yield server
-
-
-def url_of(server: FaultServer) -> fastload.store.Store:
-    return open_store("s3://bucket/packs", **server.options)
+def nodes(server: FaultServer, open_cache: Callable[..., Cache], tmp_path: Path) -> Nodes:
+    return Nodes(server, open_cache, tmp_path)
 
 
 def packs(server: FaultServer) -> dict[str, Pack]:
@@ -71,103 +86,91 @@ def holds(cache: Cache, content: dict[bytes, bytes]) -> bool:
     return same and cache.info()["entries"] == len(content)
 
 
-def test_pull_of_pushed_cache_holds_the_same_records(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    content = fill(open_cache(), COUNT)
-    done = push(open_cache(), url_of(server))
+def test_pull_of_pushed_cache_holds_the_same_records(server: FaultServer, nodes: Nodes) -> None:
+    content = fill(nodes.cache(), COUNT)
+    done = push(nodes.cache(), nodes.store())
     assert (done.records, done.bytes, done.present) == (COUNT, COUNT * SIZE, 0)
     assert done.packs == len(server.objects) > 5
     keys = [record.key for pack in packs(server).values() for record in pack]
     assert sorted(keys) == sorted(content), "each record once"
 
     server.requests.clear()
-    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    pulled = nodes.pull()
     assert (pulled.records, pulled.bytes, pulled.present, pulled.left) == (COUNT, COUNT * SIZE, 0, 0)
-    assert holds(open_cache(tmp_path / "other"), content)
+    assert holds(nodes.cache("other"), content)
     assert len(server.requests) < COUNT / 4
-    assert open_cache(tmp_path / "other").check().ok
+    assert nodes.cache("other").check().ok
+    server.requests.clear()
+    assert nodes.pull(settled=pulled.settled).records == 0
+    assert {request.key for request in server.requests} == {"\0list"}, "they are not looked at again"
 
 
 def test_nodes_that_write_the_same_pack_at_once_need_no_conditional_writes(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes that both saw an empty URL: the later write has the name and the bytes of the earlier one."""
     monkeypatch.setattr(exchange.random, "randrange", lambda stop: 0)
-    content = fill(open_cache(), 30)
-    fill(open_cache(tmp_path / "other"), 30)
-    push(open_cache(), url_of(server))
+    content = fill(nodes.cache(), 30)
+    fill(nodes.cache("other"), 30)
+    push(nodes.cache(), nodes.store())
     before = dict(server.objects)
     server.objects.clear()
-    push(open_cache(tmp_path / "other"), url_of(server))
+    push(nodes.cache("other"), nodes.store())
     assert server.objects == before
     conditions = {"if-none-match", "if-match"}
     assert not any(conditions & request.headers.keys() for request in server.requests if request.body)
-    pull(open_cache(tmp_path / "third"), url_of(server))
-    assert holds(open_cache(tmp_path / "third"), content)
+    nodes.pull("third")
+    assert holds(nodes.cache("third"), content)
 
 
-def test_push_again_writes_only_what_is_new(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    fill(open_cache(), 50)
-    push(open_cache(), url_of(server))
+def test_push_again_writes_only_what_is_new(server: FaultServer, nodes: Nodes) -> None:
+    nodes.publish(50)
     before = dict(server.objects)
-    assert push(open_cache(), url_of(server)).packs == 0
+    assert push(nodes.cache(), nodes.store()).packs == 0
     assert server.objects == before
-    content = fill(open_cache(), 60)
-    done = push(open_cache(), url_of(server))
+    content = fill(nodes.cache(), 60)
+    done = push(nodes.cache(), nodes.store())
     assert (done.records, done.present) == (10, 50)
-    pull(open_cache(tmp_path / "other"), url_of(server))
-    assert holds(open_cache(tmp_path / "other"), content)
+    nodes.pull()
+    assert holds(nodes.cache("other"), content)
 
 
-def test_pull_reads_only_what_the_cache_lacks(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    content = fill(open_cache(), COUNT)
-    push(open_cache(), url_of(server))
-    other = open_cache(tmp_path / "other")
+def test_pull_reads_only_what_the_cache_lacks(server: FaultServer, nodes: Nodes) -> None:
+    content = nodes.publish()
+    other = nodes.cache("other")
     fill(other, COUNT - 20)
-    pulled = pull(other, url_of(server))
+    pulled = pull(other, nodes.store())
     assert (pulled.present, pulled.records, pulled.bytes) == (COUNT - 20, 20, 20 * SIZE)
     assert holds(other, content)
     before = len(server.requests)
-    assert pull(other, url_of(server)).bytes == 0
+    assert pull(other, nodes.store()).bytes == 0
     assert all(request.key == "\0list" or "range" in request.headers for request in server.requests[before:])
 
 
-def test_two_nodes_with_the_same_records_publish_each_once(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    fill(open_cache(), COUNT)
-    fill(open_cache(tmp_path / "other"), COUNT)
-    push(open_cache(), url_of(server))
-    assert push(open_cache(tmp_path / "other"), url_of(server)).records == 0
+def test_two_nodes_with_the_same_records_publish_each_once(server: FaultServer, nodes: Nodes) -> None:
+    fill(nodes.cache(), COUNT)
+    fill(nodes.cache("other"), COUNT)
+    push(nodes.cache(), nodes.store())
+    assert push(nodes.cache("other"), nodes.store()).records == 0
     assert sum(len(pack) for pack in packs(server).values()) == COUNT
 
 
-def test_record_that_changed_on_disk_is_not_published(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    content = fill(open_cache(), 50)
+def test_record_that_changed_on_disk_is_not_published(nodes: Nodes, tmp_path: Path) -> None:
+    content = fill(nodes.cache(), 50)
     flip(segments(tmp_path / "cache")[0], 100)
-    done = push(open_cache(), url_of(server))
+    done = push(nodes.cache(), nodes.store())
     assert (done.records, done.bad_entries) == (49, 1)
-    pull(open_cache(tmp_path / "other"), url_of(server))
-    found = [key for key in content if open_cache(tmp_path / "other").read(key) is not None]
+    nodes.pull()
+    found = [key for key in content if nodes.cache("other").read(key) is not None]
     assert len(found) == 49
 
 
-def test_record_that_changed_in_the_store_is_left_out(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    content = fill(open_cache(), 50)
-    push(open_cache(), url_of(server))
+def test_record_that_changed_in_the_store_is_left_out(server: FaultServer, nodes: Nodes) -> None:
+    content = nodes.publish(50)
     name, body = next((key, body) for key, body in server.objects.items() if len(body) > 33 * SIZE)
     server.objects[name] = b"\xff" * 10 + body[10:]
-    other = open_cache(tmp_path / "other")
-    pulled = pull(other, url_of(server))
+    other = nodes.cache("other")
+    pulled = pull(other, nodes.store())
     assert (pulled.records, pulled.left) == (49, 1)
     assert pulled.damaged == {name.removeprefix("packs/"): "is damaged: a record differs from its checksum"}
     assert sum(other.read(key) == payload for key, payload in content.items()) == 49
@@ -175,10 +178,9 @@ def test_record_that_changed_in_the_store_is_left_out(
 
 @pytest.mark.parametrize("damage", ["cut", "index", "magic", "version", "empty", "longer"])
 def test_damaged_pack_is_named_and_the_others_are_pulled(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path, damage: str
+    server: FaultServer, nodes: Nodes, damage: str
 ) -> None:
-    content = fill(open_cache(), COUNT)
-    push(open_cache(), url_of(server))
+    content = nodes.publish()
     name, body = max(server.objects.items(), key=lambda item: len(item[1]))
     lost = len(packs(server)[name])
     changed = {
@@ -191,13 +193,13 @@ def test_damaged_pack_is_named_and_the_others_are_pulled(
     }[damage]
     assert changed != body
     server.objects[name] = changed
-    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    pulled = nodes.pull()
     assert list(pulled.damaged) == [name.removeprefix("packs/")]
     assert pulled.records == COUNT - lost
     # The owner's next push publishes them again, under the same name or another.
-    push(open_cache(), url_of(server))
-    pull(open_cache(tmp_path / "other"), url_of(server))
-    assert holds(open_cache(tmp_path / "other"), content)
+    push(nodes.cache(), nodes.store())
+    nodes.pull()
+    assert holds(nodes.cache("other"), content)
 
 
 def _hostile(index: bytes, payload: bytes = b"") -> dict[str, bytes]:
@@ -231,63 +233,58 @@ HOSTILE: dict[str, dict[str, bytes]] = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_pack_is_named_and_the_others_are_pulled(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path, kind: str
+    server: FaultServer, nodes: Nodes, kind: str
 ) -> None:
-    content = fill(open_cache(), 40)
-    push(open_cache(), url_of(server))
+    content = nodes.publish(40)
     server.objects |= HOSTILE[kind]
-    done = pull(open_cache(tmp_path / "other"), url_of(server))
+    done = nodes.pull()
     assert [f"packs/{name}" for name in done.damaged] == list(HOSTILE[kind])
-    assert holds(open_cache(tmp_path / "other"), content)
+    assert holds(nodes.cache("other"), content)
 
 
-def test_index_of_4_gb_is_not_read(server: FaultServer, open_cache: MakeCache) -> None:
+def test_index_of_4_gb_is_not_read(server: FaultServer, nodes: Nodes) -> None:
     """Its name alone promised it, and eight were read at once."""
     server.objects |= {f"packs/{at:032}-4294967296.pack": b"x" * 100 for at in range(8)}
-    assert len(pull(open_cache(), url_of(server)).damaged) == 8
+    assert len(pull(nodes.cache(), nodes.store()).damaged) == 8
     assert not [request for request in server.requests if request.key.endswith(".pack")]
 
 
 def test_small_records_are_pushed_in_packs_whose_index_is_read(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "MOST_RECORDS", 7)
-    content = fill(open_cache(), 40)
-    assert push(open_cache(), url_of(server)).packs >= 6
+    content = fill(nodes.cache(), 40)
+    assert push(nodes.cache(), nodes.store()).packs >= 6
     assert max(map(len, packs(server).values())) == 7
-    pull(open_cache(tmp_path / "other"), url_of(server))
-    assert holds(open_cache(tmp_path / "other"), content)
+    nodes.pull()
+    assert holds(nodes.cache("other"), content)
 
 
-def test_pack_deleted_during_the_pull_is_named(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    fill(open_cache(), 33)
-    push(open_cache(), url_of(server))
+def test_pack_deleted_during_the_pull_is_named(server: FaultServer, nodes: Nodes) -> None:
+    nodes.publish(33)
     (name,) = server.objects
     server.script(name, None, Fault(status=404, code="NoSuchKey"), repeat=True)
-    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    pulled = nodes.pull()
     assert (pulled.records, pulled.left, list(pulled.damaged)) == (0, 33, [name.removeprefix("packs/")])
 
 
-def test_faults_that_pass_lose_nothing(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
-    content = fill(open_cache(), 66)
+def test_faults_that_pass_lose_nothing(server: FaultServer, nodes: Nodes) -> None:
+    content = fill(nodes.cache(), 66)
     server.script("\0list", Fault(status=503, code="SlowDown"), None)
-    push(open_cache(), url_of(server))
+    push(nodes.cache(), nodes.store())
     for name in server.objects:
         server.script(
             name, Fault(status=503, code="SlowDown"), Fault(cut_after=50), Fault(reset_after=70), None
         )
-    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    pulled = nodes.pull()
     assert (pulled.records, pulled.damaged) == (66, {})
-    assert holds(open_cache(tmp_path / "other"), content)
+    assert holds(nodes.cache("other"), content)
 
 
-def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
-    content = fill(open_cache(), COUNT)
-    push(open_cache(), url_of(server))
-    other = open_cache(tmp_path / "other", size_limit=50 * SIZE)
-    pulled = pull(other, url_of(server))
+def test_full_cache_ends_the_pull(nodes: Nodes) -> None:
+    content = nodes.publish()
+    other = nodes.cache("other", size_limit=50 * SIZE)
+    pulled = pull(other, nodes.store())
     assert 30 < pulled.records < 50 and pulled.records + pulled.left == COUNT
     found = {key: other.read(key) for key in content}
     assert sum(found[key] == memoryview(payload) for key, payload in content.items()) == pulled.records
@@ -295,24 +292,15 @@ def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tm
 
 def pack_ranges(server: FaultServer) -> list[tuple[int, int]]:
     """The [start, stop) of all ranges of packs that were asked for, but for their indices."""
-    found = []
-    for request in server.requests:
-        if (asked := request.headers.get("range")) and request.key in server.objects:
-            start, last = map(int, asked.removeprefix("bytes=").split("-"))
-            if last + 1 < len(server.objects[request.key]):
-                found.append((start, last + 1))
-    return found
+    return [span for key, body in server.objects.items() for span in server.spans(key) if span[1] < len(body)]
 
 
-def test_training_may_read_what_a_pull_has_on_its_way(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
+def test_training_may_read_what_a_pull_has_on_its_way(nodes: Nodes) -> None:
     """Who holds a lock holds up the training, for as long as a range of dozens of records takes."""
-    content = fill(open_cache(), 33)
-    push(open_cache(), url_of(server))
-    other = open_cache(tmp_path / "other")
+    content = nodes.publish(33)
+    other = nodes.cache("other")
     gate = threading.Event()
-    store = url_of(server)
+    store = nodes.store()
     real, asked = store.read_range, list[str]()
 
     def wait_at_the_gate(key: str, *arguments: Any, **options: Any) -> Any:
@@ -336,15 +324,14 @@ def test_training_may_read_what_a_pull_has_on_its_way(
 
 
 def test_pull_leaves_out_what_training_has_brought_since_it_began(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training brings every second record, while the first ranges are on their way."""
     size = 300 << 10  # larger than what is read in vain
     monkeypatch.setattr(exchange, "PACK_BYTES", 40 * size)
     monkeypatch.setattr(exchange, "BESIDE_TRAINING", exchange.Pace(3, 2 * size))
-    content = fill(open_cache(), 32, size)
-    push(open_cache(), url_of(server))
-    other, store = open_cache(tmp_path / "other"), url_of(server)
+    content = nodes.publish(32, size)
+    other, store = nodes.cache("other"), nodes.store()
     real, came = store.read_range, threading.Event()
 
     def read_range(key: str, start: int, stop: int, *arguments: Any, **options: Any) -> Any:
@@ -364,31 +351,25 @@ def test_pull_leaves_out_what_training_has_brought_since_it_began(
     assert sum(stop - start for start, stop in pack_ranges(server)) <= (16 + 3) * size
 
 
-def test_pull_beside_training_has_few_bytes_in_flight(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
-    fill(open_cache(), COUNT)
-    push(open_cache(), url_of(server))
+def test_pull_beside_training_has_few_bytes_in_flight(server: FaultServer, nodes: Nodes) -> None:
+    nodes.publish()
     for name in server.objects:
         server.script(name, None, Fault(delay=0.02), repeat=True)
     for place, options, most in (("one", {"beside_training": True}, 3), ("two", {}, 8)):
         server.most_at_once = 0
         server.requests.clear()
-        store = url_of(server)
-        assert pull(open_cache(tmp_path / place), store, **options).records == COUNT
+        store = nodes.store()
+        assert pull(nodes.cache(place), store, **options).records == COUNT
         longest = max(stop - start for start, stop in pack_ranges(server))
         assert longest == (4 if options else 10) * SIZE
         assert server.most_at_once <= most
 
 
-def test_memory_of_a_pull_is_bounded_by_one_large_record(
-    open_cache: MakeCache, server: FaultServer, tmp_path: Path
-) -> None:
+def test_memory_of_a_pull_is_bounded_by_one_large_record(nodes: Nodes) -> None:
     """Requests for eight records of 96 MB, the largest of which are 1 GB, were in flight."""
     large = 100 * SIZE
-    fill(open_cache(), 20, large)
-    push(open_cache(), url_of(server))
-    store, lock = url_of(server), threading.Lock()
+    nodes.publish(20, large)
+    store, lock = nodes.store(), threading.Lock()
     real, held, most = store.read_range, [0], [0]
 
     def read_range(key: str, start: int, stop: int, *arguments: Any, **options: Any) -> Any:
@@ -402,46 +383,44 @@ def test_memory_of_a_pull_is_bounded_by_one_large_record(
                 held[0] -= stop - start
 
     store.read_range = read_range  # type: ignore[method-assign]
-    assert pull(open_cache(tmp_path / "other"), store).records == 20
+    assert pull(nodes.cache("other"), store).records == 20
     assert most[0] <= large + 7 * 10 * SIZE
 
 
-def test_full_cache_reads_nothing_in_vain(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
-    fill(open_cache(), COUNT)
-    push(open_cache(), url_of(server))
-    other = open_cache(tmp_path / "other", size_limit=20 * SIZE)
-    done = pull(other, url_of(server))
+def test_full_cache_reads_nothing_in_vain(server: FaultServer, nodes: Nodes) -> None:
+    nodes.publish()
+    other = nodes.cache("other", size_limit=20 * SIZE)
+    done = pull(other, nodes.store())
     assert done.left == COUNT - done.records > 0
     assert len(done.settled) == done.packs, "there is no room for more of them"
     server.requests.clear()
-    pull(other, url_of(server), settled=done.settled)
+    pull(other, nodes.store(), settled=done.settled)
     assert {request.key for request in server.requests} == {"\0list"}
     server.requests.clear()
-    pull(other, url_of(server))
+    pull(other, nodes.store())
     assert not pack_ranges(server), "the indices alone"
 
 
-def test_failed_request_ends_the_pull(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
-    fill(open_cache(), 66)
-    push(open_cache(), url_of(server))
+def test_failed_request_ends_the_pull(server: FaultServer, nodes: Nodes) -> None:
+    nodes.publish(66)
     first, second = server.objects
     server.script(first, None, Fault(status=403, code="AccessDenied"), repeat=True)
     server.script(second, None, Fault(status=503, code="SlowDown"), repeat=True)
-    other = open_cache(tmp_path / "other")
+    other = nodes.cache("other")
     began = time.monotonic()
     with pytest.raises(AccessDeniedError):
-        pull(other, url_of(server))
+        pull(other, nodes.store())
     assert time.monotonic() - began < PATIENCE / 2, "the other requests are not tried for three minutes"
 
 
 # -- refused in words
 
 
-def test_push_beside_foreign_objects_is_refused(server: FaultServer, open_cache: MakeCache) -> None:
-    fill(open_cache(), 5)
+def test_push_beside_foreign_objects_is_refused(server: FaultServer, nodes: Nodes) -> None:
+    fill(nodes.cache(), 5)
     server.objects["packs/cat.jpg"] = b"a photo"
     with pytest.raises(CacheError, match=r"'cat.jpg'.*no packs of a cache: give a prefix of its own"):
-        push(open_cache(), url_of(server))
+        push(nodes.cache(), nodes.store())
     assert list(server.objects) == ["packs/cat.jpg"]
 
 
@@ -460,28 +439,26 @@ def test_push_of_other_data_is_refused(tmp_path: Path) -> None:
     assert sorted((tmp_path / "packs").iterdir()) == before
 
 
-def test_pull_from_where_no_packs_are_says_so(
-    server: FaultServer, open_cache: MakeCache, tmp_path: Path
-) -> None:
+def test_pull_from_where_no_packs_are_says_so(server: FaultServer, nodes: Nodes, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no packs of a cache: fastload cache push writes them"):
-        pull(open_cache(), url_of(server))
+        pull(nodes.cache(), nodes.store())
     server.objects["packs/cat.jpg"] = b"a photo"
     with pytest.raises(NotFoundError, match=r"but 'cat.jpg': fastload cache push"):
-        pull(open_cache(), url_of(server))
+        pull(nodes.cache(), nodes.store())
     with pytest.raises(NotFoundError, match="does not exist"):
-        pull(open_cache(), open_store(tmp_path / "absent"))
+        pull(nodes.cache(), open_store(tmp_path / "absent"))
 
 
 def test_refused_write_is_the_stores_error(
-    server: FaultServer, open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "CONTACT_SECONDS", 0.3)
-    fill(open_cache(), 5)
-    store = url_of(server)
+    fill(nodes.cache(), 5)
+    store = nodes.store()
     list(store.list())
     server.token = "another"
     with pytest.raises(StoreError) as caught:
-        push(open_cache(), store)
+        push(nodes.cache(), store)
     assert isinstance(caught.value, AccessDeniedError | StoreError) and "another" not in str(caught.value)
     assert not server.objects
 
@@ -494,16 +471,16 @@ def epoch(bucket: Bucket, cache: Path) -> dict[str, float]:
         "s3://photos", RandomResizedCrop(16), cache=Cache(cache), storage_options=bucket.options
     )
     loader = DataLoader(dataset, 8, num_workers=2)
-    assert sum(len(images) for images, _ in loader) == 40
+    assert sum(len(images) for images, _ in loader) == PHOTOS == 40
     dataset.close()
     return dict(loader.stats()["counters"])
 
 
 def test_second_node_trains_from_packs_without_a_get(bucket: Bucket, tmp_path: Path) -> None:
     epoch(bucket, tmp_path / "first")
-    code, document = bucket.run("push", tmp_path / "first", "s3://packs/run")
+    code, document = bucket.run("cache", "push", tmp_path / "first", "s3://packs/run")
     assert (code, document["records"]) == (0, 40)
-    code, document = bucket.run("pull", "s3://packs/run", tmp_path / "second")
+    code, document = bucket.run("cache", "pull", "s3://packs/run", tmp_path / "second")
     assert (code, document["records"], document["left"], document["faults"]) == (0, 40, 0, [])
     counters = epoch(bucket, tmp_path / "second")
     assert counters["cache.hits"] == 40 and not counters.get("get.requests")
@@ -530,7 +507,7 @@ def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_pa
     url = "s3://packs/side-by-side"
     nodes = [start(bucket, "push", tmp_path / name, url) for name in ("one", "two", "three")]
     assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0]
-    code, document = bucket.run("pull", url, tmp_path / "empty")
+    code, document = bucket.run("cache", "pull", url, tmp_path / "empty")
     assert (code, document["records"], document["left"]) == (0, 120, 0)
     assert document["bytes"] == 120 * 30_000, "what was published twice is pulled once"
     cache = Cache(tmp_path / "empty")
@@ -541,7 +518,7 @@ def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_pa
 def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path) -> None:
     epoch(bucket, tmp_path / "first")
     url = "s3://packs/beside"
-    assert bucket.run("push", tmp_path / "first", url)[0] == 0
+    assert bucket.run("cache", "push", tmp_path / "first", url)[0] == 0
     pulling = start(bucket, "pull", url, tmp_path / "second")
     epoch(bucket, tmp_path / "second")
     assert pulling.wait(PATIENCE) == 0
@@ -556,7 +533,7 @@ def test_two_pulls_into_one_directory_hold_each_record_once(bucket: Bucket, tmp_
     content = fill(Cache(tmp_path / "first"), 120, 30_000)
     Cache(tmp_path / "first").close()
     url = "s3://packs/two-pulls"
-    assert bucket.run("push", tmp_path / "first", url)[0] == 0
+    assert bucket.run("cache", "push", tmp_path / "first", url)[0] == 0
     both = [start(bucket, "pull", url, tmp_path / "second") for _ in range(2)]
     assert [process.wait(PATIENCE) for process in both] == [0, 0]
     cache = Cache(tmp_path / "second")
@@ -565,9 +542,9 @@ def test_two_pulls_into_one_directory_hold_each_record_once(bucket: Bucket, tmp_
 
 
 def test_commands_without_a_cache_or_packs_say_so(bucket: Bucket, tmp_path: Path) -> None:
-    code, document = bucket.run("push", tmp_path / "absent", "s3://packs/none")
+    code, document = bucket.run("cache", "push", tmp_path / "absent", "s3://packs/none")
     assert code == 1 and "no cache here" in document["error"]["message"]
-    code, document = bucket.run("pull", "s3://packs/none", tmp_path / "absent")
+    code, document = bucket.run("cache", "pull", "s3://packs/none", tmp_path / "absent")
     assert code == 1 and "no packs of a cache" in document["error"]["message"]
     assert not (tmp_path / "absent").exists()
 
@@ -586,7 +563,7 @@ def test_killed_at_any_moment_then_run_again_has_each_record_once(
     pushing = ["push", tmp_path / "first", url]
     pulling = ["pull", url, tmp_path / "second"]
     if victim == "pull":
-        assert bucket.run(*pushing)[0] == 0
+        assert bucket.run("cache", *pushing)[0] == 0
     draw = random.Random(victim)
     pushed, pulled = bucket.root / "packs" / "killed-push", tmp_path / "second" / "v1" / "segments"
     way = pushed if victim == "push" else pulled
@@ -597,8 +574,8 @@ def test_killed_at_any_moment_then_run_again_has_each_record_once(
         process.send_signal(signal.SIGKILL)
         assert process.wait(PATIENCE) == -signal.SIGKILL
         assert not list(tmp_path.glob("*/v1/.*.part")), "nothing piles up while others use the cache"
-    assert bucket.run(*pushing)[0] == 0
-    code, document = bucket.run(*pulling)
+    assert bucket.run("cache", *pushing)[0] == 0
+    code, document = bucket.run("cache", *pulling)
     assert (code, document["left"], document["records"] + document["present"]) == (0, 0, 200)
     cache = Cache(tmp_path / "second")
     assert holds(cache, content)

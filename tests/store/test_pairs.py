@@ -20,7 +20,6 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.images.rng import SampleRng
 from tests.photos import png
-from tests.sharddata import close_all as close_all
 from tests.sharddata import closing, ordinary, write
 
 pytestmark = pytest.mark.usefixtures("close_all")

@@ -27,8 +27,6 @@ from tests.sharddata import (
     table,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -46,22 +44,12 @@ def numbers(found: Any) -> list[int]:
     return [int(number) for _, column in found for number in column]
 
 
-def spans(server: FaultServer, key: str, since: int = 0) -> list[tuple[int, int]]:
-    """The ranges of a key that were asked for."""
-    return [
-        (int(first), int(last) + 1)
-        for request in server.requests[since:]
-        if request.method == "GET" and request.key == key
-        for first, last in [request.headers["range"].removeprefix("bytes=").split("-")]
-    ]
-
-
 def test_footers_and_filter_columns_are_read_once_for_a_cache(tmp_path: Path) -> None:
     with FaultServer(shards("parquet")) as server:
         arguments = {"filters": [("label", ">=", 100)], "cache": tmp_path / "cache"}
         first = bucket(server, FIELDS, **arguments)
         # A footer of each file; and a column where the statistics do not rule it out.
-        assert [len(spans(server, f"part-{at:03d}.parquet")) for at in range(6)] == [1, 1, 1, 4, 2, 5]
+        assert [len(server.spans(f"part-{at:03d}.parquet")) for at in range(6)] == [1, 1, 1, 4, 2, 5]
         read(first)
         since = len(server.requests)
         again = bucket(server, FIELDS, **arguments)
@@ -76,7 +64,7 @@ def test_row_groups_are_read_in_ranges_side_by_side(small_pieces: None) -> None:
         server.script("a.parquet", Fault(delay=0.02), repeat=True)
         since = len(server.requests)
         assert sorted(labels(read(data, workers=1), "label")) == list(range(64))
-        asked = spans(server, "a.parquet", since)
+        asked = server.spans("a.parquet", since)
         assert len(asked) == len(set(asked)) > 6 and server.most_at_once > 3
         assert all(stop - start <= 3000 for start, stop in asked[1:])
 
@@ -106,7 +94,7 @@ def test_subset_fills_the_cache_with_whole_row_groups(
         data._flush_cache()
         assert all(data.contains(index) for index in range(64))
         assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
-        assert len(spans(server, "a.parquet", since)) == 1 + 4  # the footer, and the row groups
+        assert len(server.spans("a.parquet", since)) == 1 + 4  # the footer, and the row groups
     assert not caplog.messages
 
 
@@ -141,6 +129,6 @@ def test_cache_is_filled_before_training(tmp_path: Path) -> None:
         since = len(server.requests)
         outcomes = Counter(warmed.outcome for warmed in data._warm_shards([0]))
         assert outcomes == {"present": 16, "stored": 48}
-        assert len(spans(server, "a.parquet", since)) == 3
+        assert len(server.spans("a.parquet", since)) == 3
         assert not data._streams().must_stream()
         assert at_random(data)["label"].tolist() == list(range(64))

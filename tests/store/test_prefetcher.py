@@ -63,6 +63,10 @@ def files_of(folder: Path, kind: type[LocalStore] = LocalStore, **options: Any) 
     return ObjectSource(store, manifest, key=key, **options)
 
 
+def prefetcher(source: ObjectSource, cache: Cache | None = None, **options: Any) -> Prefetcher:
+    return Prefetcher(source, cache, prepare=None, **{"counters": Counters(), **options})
+
+
 def key(index: int, version: str | None = None) -> bytes:
     return hashlib.blake2b(b"%d" % index, digest_size=16).digest()
 
@@ -70,22 +74,22 @@ def key(index: int, version: str | None = None) -> bytes:
 def test_sample_that_a_batch_has_twice_is_read_once_and_handed_out_twice(tmp_path: Path) -> None:
     (tmp_path / "0").write_bytes(b"zero")
     counters = Counters()
-    prefetcher = Prefetcher(files_of(tmp_path), None, prepare=None, counters=counters)
-    prefetcher.request([0, 0])
-    prefetcher.request([0])
-    wait_until(lambda: prefetcher.is_here(0), "the sample is read")
-    assert [bytes(prefetcher.get(0)) for _ in range(3)] == [b"zero"] * 3
+    opened = prefetcher(files_of(tmp_path), counters=counters)
+    opened.request([0, 0])
+    opened.request([0])
+    wait_until(lambda: opened.is_here(0), "the sample is read")
+    assert [bytes(opened.get(0)) for _ in range(3)] == [b"zero"] * 3
     assert counters["get.samples"] == 1 and counters["get.ahead"] == 3
-    assert prefetcher.outstanding() == NOTHING and not prefetcher.is_here(0)
-    prefetcher.close()
+    assert opened.outstanding() == NOTHING and not opened.is_here(0)
+    opened.close()
 
 
 def test_sample_that_two_threads_request_at_once_is_read_once(tmp_path: Path) -> None:
     """One thread requests it while another one, which has not found it, looks it up."""
     (tmp_path / "0").write_bytes(b"zero")
     counters, source = Counters(), files_of(tmp_path)
-    prefetcher, size = Prefetcher(source, None, prepare=None, counters=counters), source.size
-    late = [lambda: prefetcher.request([0], "other")]
+    opened, size = prefetcher(source, counters=counters), source.size
+    late = [lambda: opened.request([0], "other")]
 
     def size_of(index: int) -> int:
         while late:
@@ -93,11 +97,11 @@ def test_sample_that_two_threads_request_at_once_is_read_once(tmp_path: Path) ->
         return size(index)
 
     source.size = size_of  # type: ignore[method-assign]
-    prefetcher.request([0], "one")
-    assert [bytes(prefetcher.get(0)) for _ in range(2)] == [b"zero"] * 2
+    opened.request([0], "one")
+    assert [bytes(opened.get(0)) for _ in range(2)] == [b"zero"] * 2
     assert counters["get.samples"] == 1 and counters["get.ahead"] == 2
-    assert prefetcher.outstanding() == NOTHING
-    prefetcher.close()
+    assert opened.outstanding() == NOTHING
+    opened.close()
 
 
 def test_byte_budget_grows_for_a_consumer_that_waits_a_little_for_each_sample(tmp_path: Path) -> None:
@@ -110,14 +114,14 @@ def test_byte_budget_grows_for_a_consumer_that_waits_a_little_for_each_sample(tm
         return b""
 
     source.size, source.read = lambda index: 300_000, slow  # type: ignore[method-assign]
-    prefetcher = Prefetcher(source, None, prepare=None, counters=Counters())
-    prefetcher.limiter.value = 128
-    prefetcher.request(range(200))
-    first = prefetcher._queues._budget.bytes(300_000)
+    opened = prefetcher(source)
+    opened.limiter.value = 128
+    opened.request(range(200))
+    first = opened._queues._budget.bytes(300_000)
     for i in range(200):
-        prefetcher.get(i)
-    assert prefetcher._queues._budget.bytes(300_000) >= 2 * first
-    prefetcher.close()
+        opened.get(i)
+    assert opened._queues._budget.bytes(300_000) >= 2 * first
+    opened.close()
 
 
 def test_the_kernel_reads_cached_samples_itself_and_a_damaged_record_is_read_again(
@@ -167,7 +171,7 @@ def test_requests_and_cancellations_in_any_order_lose_and_keep_nothing(
     for number, body in enumerate(bodies):
         (tmp_path / f"{number:02d}").write_bytes(body)
     objects = files_of(tmp_path, RangedFiles, settings=IN_RANGES)
-    opened = Prefetcher(objects, None, prepare=None, counters=Counters(), settings=with_bytes(20_000))
+    opened = prefetcher(objects, settings=with_bytes(20_000))
     ahead: list[int] = []
     for _ in range(400):
         action = draw.random()
@@ -202,7 +206,7 @@ def test_cancelling_waits_for_no_lock(
     """An iterator is collected in any thread at any moment, also in one that holds the prefetcher's lock."""
     for i in range(8):
         (tmp_path / f"{i}").write_bytes(bytes([i]) * 1000)
-    opened = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters())
+    opened = prefetcher(files_of(tmp_path))
     opened.request(range(4))
     thread = threading.Thread(target=cancel, args=(opened, [0, 1, 2, 3]))
     with opened._work:
@@ -244,7 +248,7 @@ def test_late_read_is_requested_a_second_time(use: Callable[[ReadSettings], None
 
 def test_threads_are_started_for_the_share_of_an_iteration_beside_a_paused_one(tmp_path: Path) -> None:
     (tmp_path / "0").touch()
-    limiter = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters()).limiter
+    limiter = prefetcher(files_of(tmp_path)).limiter
     queues = ReaderQueues(limiter, ByteBudget(20_000))
     for reader in ("paused", "other"):
         queues.add([Request(Read(index, 1000), 0, 1000) for index in range(40)], reader)
@@ -261,7 +265,7 @@ def opening(tmp_path: Path) -> Iterator[Prefetcher]:
     """Forty objects; the first twenty were requested as one batch, then the next ten."""
     for i in range(40):
         (tmp_path / f"{i:02d}").write_bytes(bytes([i]) * 1000)
-    opened = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters())
+    opened = prefetcher(files_of(tmp_path))
     opened.request(range(20), "training")
     opened.request(range(20, 30), "training")
     yield opened
@@ -318,7 +322,7 @@ def test_first_batch_that_another_run_reads_does_not_hold_up_the_next_one(tmp_pa
     cache, settings = Cache(tmp_path / "cache"), replace(ReadSettings(), inflight_patience=PATIENCE)
     assert all(cache._lock_inflight(key(i)) for i in range(15))
     source = files_of(tmp_path / "data")
-    opened = Prefetcher(source, cache, prepare=None, counters=Counters(), settings=settings)
+    opened = prefetcher(source, cache, settings=settings)
     opened.request(range(20))
     opened.request(range(20, 30))
     wait_until(lambda: opened._counters["get.requests"] == 15, "all others were read")
@@ -349,7 +353,7 @@ def locked(tmp_path: Path) -> Iterator[Prefetcher]:
     assert cache._lock_inflight(key(0))
     settings = replace(with_bytes(2500), inflight_patience=0.3)
     source = files_of(tmp_path / "data")
-    opened = Prefetcher(source, cache, prepare=None, counters=Counters(), settings=settings)
+    opened = prefetcher(source, cache, settings=settings)
     yield opened
     opened.close()
 
@@ -453,7 +457,7 @@ def test_concurrency_recovers_while_most_threads_are_idle(
 
     source = files_of(tmp_path, Slow)
     source.store.reading = Reading(max_requests=32)
-    opened = Prefetcher(source, None, prepare=None, counters=Counters())
+    opened = prefetcher(source)
     limiter = opened.limiter
     opened.request(range(300))
     assert bytes(opened.get(0)) == b"x"
@@ -507,9 +511,11 @@ class Gated:
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
+    """Whatever a test does, all bytes are let go behind it."""
     found = Gated(monkeypatch, 100)
     yield found
     found.gate.set()
+    wait_until(found.is_empty, "all bytes were let go")
     found.dataset.close()
 
 
@@ -539,7 +545,6 @@ def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> 
     thread.join(PATIENCE)
     assert found == [4] * 25 and [*paused] == [4] * 24
     assert len(gated.begun) == 200, "each is read once"
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 def test_interrupted_iterator_leaves_nothing_behind(gated: Gated) -> None:
@@ -551,7 +556,6 @@ def test_interrupted_iterator_leaves_nothing_behind(gated: Gated) -> None:
     thread.join()
     gated.gate.set()
     assert list(iterator) == [4] * 9, "as torch's, it goes on with the batch after it"
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 def test_iteration_given_up_after_an_interrupt_leaves_nothing_behind(gated: Gated) -> None:
@@ -563,8 +567,6 @@ def test_iteration_given_up_after_an_interrupt_leaves_nothing_behind(gated: Gate
     with pytest.raises(KeyboardInterrupt):
         epoch()
     thread.join()
-    gated.gate.set()
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 def test_interrupt_while_a_batch_is_requested_loses_no_batch(
@@ -583,7 +585,6 @@ def test_interrupt_while_a_batch_is_requested_loses_no_batch(
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert list(iterator) == [4] * 10
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 def test_read_is_made_although_its_request_was_interrupted(
@@ -593,7 +594,6 @@ def test_read_is_made_although_its_request_was_interrupted(
         patch.setattr(ReaderQueues, "add", lambda *_: None)
         gated.dataset.prefetch([1])
     assert bytes(gated.dataset[1]) == b"x" * 1000
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 @pytest.mark.parametrize("bad", [[0, 1, 999], [999, 0, 1]])
@@ -602,7 +602,6 @@ def test_batch_with_an_index_out_of_range_leaves_nothing_behind(gated: Gated, ba
     with pytest.raises(IndexError, match="999"):
         list(iterator)
     del iterator
-    wait_until(gated.is_empty, "all bytes were let go")
 
 
 def test_error_of_collate_fn_leaves_nothing_behind(gated: Gated) -> None:
@@ -613,6 +612,4 @@ def test_error_of_collate_fn_leaves_nothing_behind(gated: Gated) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="no batch"):
             next(iterator)
-    gated.gate.set()
     del iterator
-    wait_until(gated.is_empty, "all bytes were let go")

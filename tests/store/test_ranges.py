@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,9 @@ from tests.faultserver import Fault, FaultServer
 
 SIZE = 4 << 20
 PART = 1000
-BODIES = {name: random.Random(name).randbytes(SIZE) for name in ("a.bin", "b.bin")}
+OBJECTS = {name: random.Random(name).randbytes(SIZE) for name in ("a.bin", "b.bin")}
 CLIP = File("key", range=("start", "stop"), decode=bytes)
 FAR = 100 << 10  # between two parts that nobody reads together
-
-
-@pytest.fixture
-def server() -> Iterator[FaultServer]:
-    with FaultServer(BODIES) as running:
-        yield running
 
 
 def rows_of(starts: list[int], key: str = "a.bin", size: int = PART) -> list[dict[str, Any]]:
@@ -40,18 +33,13 @@ def opened(server: FaultServer, rows: Any, fields: Any = CLIP, **options: Any) -
 
 def check(loader: Any, rows: list[dict[str, Any]]) -> None:
     found = [sample for batch in loader for sample in batch]
-    wanted = [BODIES[row["key"]][row["start"] : row["stop"]] for row in rows]
+    wanted = [OBJECTS[row["key"]][row["start"] : row["stop"]] for row in rows]
     assert sorted(found) == sorted(wanted)
 
 
 def asked(server: FaultServer) -> list[tuple[str, int, int]]:
     """(key, start, stop) of the ranges that were asked for."""
-    ranges = []
-    for request in server.requests:
-        if request.method == "GET" and "range" in request.headers:
-            first, last = request.headers["range"].removeprefix("bytes=").split("-")
-            ranges.append((request.key, int(first), int(last) + 1))
-    return ranges
+    return [(one.key, *one.span) for one in server.requests if one.method == "GET" and one.span]
 
 
 # --- requests
@@ -142,7 +130,7 @@ def test_two_loaders_share_a_cache_and_read_each_part_once(server: FaultServer, 
         for samples, batch in zip(found, batches, strict=True):
             samples += batch
     for samples in found:
-        assert sorted(samples) == sorted(BODIES["a.bin"][row["start"] : row["stop"]] for row in rows)
+        assert sorted(samples) == sorted(OBJECTS["a.bin"][row["start"] : row["stop"]] for row in rows)
 
 
 # --- what goes wrong
@@ -151,7 +139,7 @@ def test_two_loaders_share_a_cache_and_read_each_part_once(server: FaultServer, 
 def test_object_that_changed_is_an_error_of_each_of_its_parts(server: FaultServer) -> None:
     rows = rows_of([0, 1000, 2 * FAR])
     dataset = opened(server, rows)
-    server.objects["a.bin"] = BODIES["b.bin"]
+    server.objects["a.bin"] = OBJECTS["b.bin"]
     for index in range(3):
         with pytest.raises(ObjectChangedError) as caught:
             dataset[index]
@@ -169,7 +157,7 @@ def test_failed_request_of_a_group_is_retried_and_then_names_each_sample(server:
     del server.objects["a.bin"]
     loader = DataLoader(dataset, 4, on_error="repeat")
     (batch,) = loader
-    assert batch == [BODIES["b.bin"][:1000]] * 4
+    assert batch == [OBJECTS["b.bin"][:1000]] * 4
     with pytest.raises(NotFoundError, match=r"a\.bin @ 1000 \(key of row 1\)"):
         dataset[1]
 
@@ -177,7 +165,7 @@ def test_failed_request_of_a_group_is_retried_and_then_names_each_sample(server:
 def test_decode_that_fails_for_one_part_of_a_group_fails_that_sample_only(
     server: FaultServer, tmp_path: Path
 ) -> None:
-    bad = BODIES["a.bin"][1000:2000]
+    bad = OBJECTS["a.bin"][1000:2000]
 
     def decode(data: bytes) -> int:
         if data == bad:
@@ -199,7 +187,7 @@ def test_cancelled_samples_of_a_group_let_the_others_come(server: FaultServer) -
     dataset.prefetch(range(40))
     dataset._cancel(range(0, 40, 2))
     assert [dataset[index] for index in range(1, 40, 2)] == [
-        BODIES["a.bin"][PART * n : PART * (n + 1)] for n in range(1, 40, 2)
+        OBJECTS["a.bin"][PART * n : PART * (n + 1)] for n in range(1, 40, 2)
     ]
     assert dataset._outstanding() == 0
 
@@ -228,24 +216,6 @@ def test_bad_range_is_named_with_its_row_and_object(
 
 
 @pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (pa.array([0.0, 1000.0]), "column 'start' of the table is double, 0.0 in row 0: .*astype"),
-        (pa.array(["0", "1000"]), "column 'start' of the table is large_string, '0' in row 0"),
-        (pa.array([2**63, 2**63], pa.uint64()), r"0 <= start < stop"),
-        (pa.array([[0], [1]]), None),
-    ],
-)
-def test_columns_of_other_types_are_refused(server: FaultServer, column: Any, message: str | None) -> None:
-    table = pa.table({"key": ["a.bin", "a.bin"], "start": column, "stop": pa.array([2000, 3000])})
-    if message is None:
-        assert opened(server, table)[1] == [BODIES["a.bin"][1:3000]]
-        return
-    with pytest.raises(ArgumentError, match=message):
-        opened(server, table)
-
-
-@pytest.mark.parametrize(
     ("edges", "message"),
     [
         (5, r"must be \(start, stop\)"),
@@ -261,19 +231,40 @@ def test_arguments_that_are_no_range_are_refused(edges: Any, message: str) -> No
         File("key", range=edges)
 
 
-def test_new_versions_are_refused_for_ranges(server: FaultServer) -> None:
-    with pytest.raises(ArgumentError, match="make the index again when objects change"):
-        opened(server, rows_of([0]), on_change="refresh")
+NO_KEYS = pa.table({"keys": pa.array([[], []], pa.list_(pa.string()))})
+EDGES = {"start": [0, 1000], "stop": [2000, 3000]}
 
 
-def test_column_that_is_not_there_is_named(server: FaultServer) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"names the column 'end', .* did you mean|has 'key', 'start', 'stop'"
-    ):
-        opened(server, rows_of([0]), File("key", range=("start", "end")))
+@pytest.mark.parametrize(
+    ("rows", "file", "options", "message"),
+    [
+        (rows_of([0]), CLIP, {"on_change": "refresh"}, "make the index again when objects change"),
+        (rows_of([0]), File("key", range=("start", "end")), {}, "has 'key', 'start', 'stop'"),
+        (NO_KEYS, File("keys"), {}, r"File\('keys'\) names no object: the list of each row is empty"),
+        ([{"keys": [["a.bin"]]}], File("keys"), {}, "has lists of lists"),
+        *(
+            (pa.table({"key": ["a.bin"] * 2, **EDGES, "start": column}), CLIP, {}, message)
+            for column, message in (
+                (pa.array([0.0, 1000.0]), "column 'start' of the table is double, 0.0 in row 0: .*astype"),
+                (pa.array(["0", "1000"]), "column 'start' of the table is large_string, '0' in row 0"),
+                (pa.array([2**63, 2**63], pa.uint64()), "0 <= start < stop"),
+            )
+        ),
+    ],
+)
+def test_table_that_names_no_ranges_is_refused(
+    server: FaultServer, rows: Any, file: File, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        opened(server, rows, file, **options)
 
 
 # --- lists
+
+
+def test_column_of_lists_makes_its_field_a_list(server: FaultServer) -> None:
+    table = pa.table({"key": ["a.bin"] * 2, "start": [[0], [1]], "stop": [2000, 3000]})
+    assert opened(server, table)[1] == [OBJECTS["a.bin"][1:3000]]
 
 
 def test_lists_of_files_and_of_ranges_have_the_order_of_the_table(server: FaultServer) -> None:
@@ -292,9 +283,9 @@ def test_lists_of_files_and_of_ranges_have_the_order_of_the_table(server: FaultS
     for index, row in enumerate(rows):
         edges = list(zip(row["starts"], row["stops"], strict=True))
         assert dataset[index] == {
-            "parts": [BODIES[key][a:b] for key, (a, b) in zip(row["keys"], edges, strict=True)],
-            "frames": [BODIES[row["key"]][a:b] for a, b in edges],
-            "heads": [BODIES[key][:2] for key in row["keys"]],
+            "parts": [OBJECTS[key][a:b] for key, (a, b) in zip(row["keys"], edges, strict=True)],
+            "frames": [OBJECTS[row["key"]][a:b] for a, b in edges],
+            "heads": [OBJECTS[key][:2] for key in row["keys"]],
             "n": row["n"],
         }
     assert [dataset.key(index) for index in range(3)] == ["a.bin @ 5", "b.bin @ 1", "row 2"]
@@ -345,14 +336,6 @@ def test_bad_list_is_named_with_its_row_and_place(
         rows[1]["stops"] = [9, SIZE + 9]
     with pytest.raises(ArgumentError, match=message):
         opened(server, rows, File("keys", range=("starts", "stops")))
-
-
-def test_lists_that_are_all_empty_and_lists_of_lists_are_refused(server: FaultServer) -> None:
-    empty = pa.table({"keys": pa.array([[], []], pa.list_(pa.string()))})
-    with pytest.raises(ArgumentError, match=r"File\('keys'\) names no object: the list of each row is empty"):
-        opened(server, empty, File("keys"))
-    with pytest.raises(ArgumentError, match="has lists of lists"):
-        opened(server, [{"keys": [["a.bin"]]}], File("keys"))
 
 
 def test_damage_in_a_list_names_the_object(server: FaultServer) -> None:

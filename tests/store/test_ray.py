@@ -25,15 +25,13 @@ import pytest
 import fastload
 from fastload import Cache, ImageFolder
 from fastload.cli import cluster, warming
-from fastload.cli.demo.photos import make_dataset
-from fastload.cli.demo.s3_server import serve_s3
-from tests.commands import command
+from tests.bucketdata import PHOTOS, Bucket
+from tests.commands import run, start, store_words
 from tests.patience import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
 from ray.cluster_utils import Cluster as Simulation  # noqa: E402
 
-IMAGES, CLASSES = 48, 3
 EXAMPLE = Path(fastload.__file__).parents[1] / "examples" / "resnet50"
 SMALL = 100_000  # bytes; Ray's max_direct_call_object_size is 102,400
 OTHER = "127.0.0.2"  # the address of the second node
@@ -54,32 +52,55 @@ def nodes() -> Iterator[Simulation]:
         simulation.shutdown()
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("data") / "photos"
-    make_dataset(root, IMAGES, CLASSES)
-    return root
+@pytest.fixture
+def photos(bucket: Bucket) -> Path:
+    return bucket.root / "photos"
 
 
-def run(*arguments: object) -> tuple[int, dict[str, Any]]:
-    """(exit code, JSON document)"""
-    done = command(*arguments, "--json")
-    assert done.stdout, (done.output, done.exception)
-    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+class Spy:
+    """What a run gave to Ray: shared values, which may be spilled to a disk, and tasks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shared, self.tasks = list[bytes](), list[cluster.Task]()
+        share, start = cluster.Cluster.share, cluster.Cluster._start
+
+        def spy_on_shared(found: cluster.Cluster, value: Any) -> Any:
+            self.shared.append(ray.cloudpickle.dumps(value))
+            return share(found, value)
+
+        def spy_on_tasks(found: cluster.Cluster, flight: Any) -> None:
+            self.tasks.append(flight.task)
+            start(found, flight)
+
+        monkeypatch.setattr(cluster.Cluster, "share", spy_on_shared)
+        monkeypatch.setattr(cluster.Cluster, "_start", spy_on_tasks)
+
+    def check(self, secret: str) -> None:
+        """The secret is in no value that Ray may write to a disk: arguments below `SMALL` stay in memory."""
+        assert not any(secret.encode() in value for value in self.shared)
+        arguments = [argument for task in self.tasks for argument in task.arguments]
+        inline = [argument for argument in arguments if not isinstance(argument, ray.ObjectRef)]
+        holding = [value for value in map(ray.cloudpickle.dumps, inline) if secret.encode() in value]
+        assert holding and max(map(len, holding)) < SMALL
+        assert not any(secret in repr(task) for task in self.tasks)
+        for file in Path("/tmp/ray/session_latest/").rglob("*"):
+            assert not file.is_file() or secret.encode() not in file.read_bytes()
 
 
-def test_each_node_warms_its_own_share(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
-    arguments = ["warm", photos, "--cache", tmp_path / "ssd", "--mode", "raw", "--ray", nodes.address]
-    code, document = run(*arguments)
+def test_each_node_warms_its_own_share_and_shows_no_secret(
+    nodes: Simulation, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Spy(monkeypatch)
+    words = ["warm", "s3://photos", "--cache", tmp_path / "ssd", "--mode", "raw", "--ray", nodes.address]
+    code, document = bucket.run(*words)
     assert code == 0, document
     assert document["settings"]["ray"] == nodes.address
-    assert (document["stored"], document["left"], document["redone"]) == (IMAGES, 0, 0)
+    assert (document["stored"], document["left"], document["redone"]) == (PHOTOS, 0, 0)
     addresses = [node["address"] for node in document["nodes"]]
     assert addresses == sorted(addresses) and OTHER in addresses
     assert [node["share"] for node in document["nodes"]] == [[0, 2], [1, 2]]
-    assert [node["stored"] for node in document["nodes"]] == [IMAGES // 2] * 2
-    code, again = run(*arguments)
-    assert (code, again["stored"], again["skipped"], again["read_bytes"]) == (0, 0, IMAGES, 0)
+    assert [node["stored"] for node in document["nodes"]] == [PHOTOS // 2] * 2
+    spy.check(bucket.server.secret)
 
 
 def test_task_runs_on_its_node(nodes: Simulation) -> None:
@@ -129,9 +150,9 @@ def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path
     thread.join(PATIENCE)
     assert killed and code == 0, document
     assert document["redone"] >= 1
-    assert (document["left"], document["objects"], document["failed"]) == (0, IMAGES, 0)
+    assert (document["left"], document["objects"], document["failed"]) == (0, PHOTOS, 0)
     dataset = ImageFolder(str(photos), cache=Cache(tmp_path, "raw"))
-    assert all(dataset.contains(index) for index in range(IMAGES)), "all are in the cache"
+    assert all(dataset.contains(index) for index in range(PHOTOS)), "all are in the cache"
 
 
 def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
@@ -145,10 +166,10 @@ def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
     assert (code, document["interrupted"]) == (130, True), document
     wait_until(lambda: not running("ray::_fill_slice"), "the tasks have ended")
     there = Cache(tmp_path).info()["entries"]
-    assert document["stored"] <= there < IMAGES and document["left"] == IMAGES - document["stored"]
+    assert document["stored"] <= there < PHOTOS and document["left"] == PHOTOS - document["stored"]
     code, document = run(*arguments)
     assert (code, document["left"], document["interrupted"]) == (0, 0, False), document
-    assert (document["skipped"], document["stored"]) == (there, IMAGES - there), "nothing is read again"
+    assert (document["skipped"], document["stored"]) == (there, PHOTOS - there), "nothing is read again"
 
 
 def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
@@ -177,81 +198,51 @@ SHARDS = ["--to", "tar", "--shard-size", "500KB", "--shuffle", 3, "--name", "p"]
 
 
 @pytest.fixture(scope="module")
-def alone(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def alone(bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The shards that one machine writes."""
     made = tmp_path_factory.mktemp("alone")
-    assert run("convert", photos, made, *SHARDS)[0] == 0
+    assert bucket.run("convert", "s3://photos", made, *SHARDS)[0] == 0
     return files(made)
 
 
-def test_convert_writes_the_shards_of_one_machine(
-    nodes: Simulation, photos: Path, alone: dict[str, bytes], tmp_path: Path
+def test_convert_writes_the_shards_of_one_machine_and_shows_no_secret(
+    nodes: Simulation,
+    bucket: Bucket,
+    alone: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a process that is killed: its shard is done again, and no byte differs."""
-    killed: list[int] = []
+    spy, killed = Spy(monkeypatch), list[int]()
+    out = f"s3://packs/{tmp_path.name}"
+    words = ["convert", "s3://photos", out, *SHARDS, *store_words(bucket.options, "--dst-option")]
     thread = kill_one("ray::_write_shard", killed)
-    code, document = run("convert", photos, tmp_path, *SHARDS, "--ray", nodes.address)
+    code, document = bucket.run(*words, "--ray", nodes.address)
     thread.join(PATIENCE)
     assert killed and code == 0, document
     assert document["complete"] and document["redone"] >= 1
-    assert files(tmp_path) == alone
-    code, document = run("convert", photos, tmp_path, *SHARDS)
+    assert files(bucket.root / "packs" / tmp_path.name) == alone
+    assert spy.shared
+    spy.check(bucket.server.secret)
+    code, document = bucket.run(*words)
     assert (code, document["kept"]) == (0, document["shards"]), "one machine goes on where the cluster was"
 
 
 @pytest.mark.stress  # in short: test_ctrl_c_ends_the_slices_and_the_same_command_resumes
 def test_convert_goes_on_after_ctrl_c(
-    nodes: Simulation, photos: Path, alone: dict[str, bytes], tmp_path: Path
+    nodes: Simulation, bucket: Bucket, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
-    command = ["convert", photos, tmp_path, *SHARDS, "--ray", nodes.address]
+    words = ["convert", "s3://photos", tmp_path, *SHARDS, "--ray", nodes.address]
     thread = interrupt_when(lambda: any(tmp_path.glob("p-*.tar")))
-    code, document = run(*command)
+    code, document = bucket.run(*words)
     thread.join(PATIENCE)
     assert (code, document["interrupted"], document["complete"]) == (130, True, False), document
     wait_until(lambda: not running("ray::_write_shard"), "the tasks have ended")
     assert not [path for path in tmp_path.iterdir() if path.name[0] == "."], "no temporary file is left"
     assert set(files(tmp_path)) <= set(alone), "tasks that were at work may have finished their shards"
-    code, again = run(*command)
+    code, again = bucket.run(*words)
     assert (code, again["kept"], again["complete"]) == (0, document["shards"], True), again
     assert files(tmp_path) == alone
-
-
-def test_secrets_are_in_no_value_that_ray_may_write_to_a_disk(
-    nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared value may be spilled, and so may an argument above `SMALL`. Smaller ones stay in memory."""
-    shared, tasks = list[bytes](), list[cluster.Task]()
-    share, start = cluster.Cluster.share, cluster.Cluster._start
-
-    def spy_on_shared(self: cluster.Cluster, value: Any) -> Any:
-        shared.append(ray.cloudpickle.dumps(value))
-        return share(self, value)
-
-    def spy_on_tasks(self: cluster.Cluster, flight: Any) -> None:
-        tasks.append(flight.task)
-        start(self, flight)
-
-    monkeypatch.setattr(cluster.Cluster, "share", spy_on_shared)
-    monkeypatch.setattr(cluster.Cluster, "_start", spy_on_tasks)
-    (photos.parent / "out").mkdir()
-    with serve_s3(photos.parent, read_only=False) as server:
-        pairs = [f"{name}={value}" for name, value in server.options.items()]
-        more = [w for pair in pairs for w in ("--storage-option", pair)]
-        to = [w for pair in pairs for w in ("--dst-option", pair)]
-        code, said = run("convert", "s3://photos", "s3://out/a", *SHARDS, *more, *to, "--ray", nodes.address)
-        assert code == 0, said
-        code, said = run("warm", "s3://photos", "--cache", tmp_path / "ssd", *more, "--ray", nodes.address)
-        assert code == 0 and said["stored"] == IMAGES, said
-        secret = server.secret
-    assert shared and not any(secret.encode() in value for value in shared)
-    inline = [
-        argument for task in tasks for argument in task.arguments if not isinstance(argument, ray.ObjectRef)
-    ]
-    holding = [value for value in map(ray.cloudpickle.dumps, inline) if secret.encode() in value]
-    assert holding and max(map(len, holding)) < SMALL
-    assert not any(secret in repr(task) for task in tasks)
-    for file in Path("/tmp/ray/session_latest/").rglob("*"):
-        assert not file.is_file() or secret.encode() not in file.read_bytes()
 
 
 def test_convert_of_shards_is_refused_on_a_cluster(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
@@ -297,18 +288,10 @@ def test_address_without_a_cluster_is_refused_at_once(address: str, says: str, t
 def test_server_that_is_not_ray_is_refused_in_two_minutes(tmp_path: Path) -> None:
     """In a process of its own, for Ray reads how often it tries when it is imported."""
     with socket.create_server(("", 0)) as server:
-        command = [
-            sys.executable,
-            "-m",
-            "fastload",
-            "warm",
-            str(tmp_path),
-            "--cache",
-            str(tmp_path / "ssd"),
-        ]
-        command += ["--ray", f"127.0.0.1:{server.getsockname()[1]}"]
-        done = subprocess.run(command, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 2 and "no Ray cluster let this process in" in done.stderr, done.stderr
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with start("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", address) as running:
+            _, err = running.communicate(timeout=120)
+    assert running.returncode == 2 and "no Ray cluster let this process in" in err, err
 
 
 def losses(out: Path) -> list[float]:
@@ -323,7 +306,7 @@ def test_trainer_goes_on_exactly_after_a_killed_worker(
 
     Each epoch's loss is, to the last bit, that of an unbroken run under torchrun.
     """
-    made = photos.parent / "set" / "train"
+    made = tmp_path / "set" / "train"
     made.parent.mkdir()
     made.symlink_to(photos)
     options = ["--epochs", "1", "--no-eval", "--batch-size", "4", "--resolution", "32", "--num-workers", "1"]
@@ -381,5 +364,5 @@ def test_share_of_a_lost_node_is_named_and_resumed(
     nodes.add_node(node_ip_address=OTHER, num_cpus=1, object_store_memory=80 << 20)
     code, document = run(*arguments)
     assert code == 0, document
-    assert (document["left"], document["objects"]) == (0, IMAGES)
-    assert document["stored"] < IMAGES, "what was stored is not read again"
+    assert (document["left"], document["objects"]) == (0, PHOTOS)
+    assert document["stored"] < PHOTOS, "what was stored is not read again"

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler
@@ -27,13 +27,14 @@ import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import remote as remote_module
 from fastload.cache.directory import is_readonly
-from fastload.cache.exchange import pull, push
+from fastload.cache.exchange import push
 from fastload.cache.remote import close_all, remote_of
 from fastload.errors import ArgumentError
 from tests.bucketdata import Bucket
 from tests.cachedata import fill
+from tests.commands import script as run_script
 from tests.faultserver import LIST, Fault, FaultServer
-from tests.patience import PATIENCE, wait_until
+from tests.patience import PATIENCE, runs, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
 
@@ -50,12 +51,6 @@ def ended(no_leaks: None) -> Iterator[None]:
 
 def packs_url(bucket: Bucket, tmp_path: Path) -> fastload.store.Store:
     return open_store(f"s3://packs/{tmp_path.name}", **bucket.options)
-
-
-@pytest.fixture
-def server() -> Iterator[FaultServer]:
-    with FaultServer({}) as server:
-        yield server
 
 
 def pull_for(loader: DataLoader) -> None:
@@ -154,12 +149,21 @@ def write_objects(server: FaultServer) -> list[bytes]:
     return bodies
 
 
-def publish(server: FaultServer, path: Path) -> None:
-    node = FaultyNode(server, path, push=True)
-    node.train()
-    node.end()
-    assert any(key.startswith("packs/") for key in server.objects)
+def publish(server: FaultServer, path: Path, *folders: str) -> list[bytes]:
+    """The bodies of data/, which a first node has read and pushed, with other folders, in this process."""
+    bodies = write_objects(server)
+    store = open_store("s3://bucket/packs", **server.options)
+    with contextlib.closing(Cache(path, "raw")) as cache:
+        for folder in ("data", *folders):
+            dataset = fastload.ObjectDataset(
+                f"s3://bucket/{folder}", cache=cache, storage_options=server.options
+            )
+            list(dataset.warm(range(len(dataset))))
+            dataset.close()
+        push(cache, store)
+    assert packs_of(server)
     server.requests.clear()
+    return bodies
 
 
 def packs_of(server: FaultServer) -> dict[str, bytes]:
@@ -171,8 +175,7 @@ def data_gets(server: FaultServer) -> list[str]:
 
 
 def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Path) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
+    bodies = publish(server, tmp_path / "first")
     bodies[3] = server.objects["data/03.bin"] = b"another" * 500
     found, _ = FaultyNode(server, tmp_path / "second").train(pulled=True)
     assert found == bodies
@@ -180,9 +183,8 @@ def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Pa
 
 
 def test_remote_that_refuses_costs_one_warning(server: FaultServer, tmp_path: Path) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
-    for key in [key for key in server.objects if key.startswith("packs/")]:
+    bodies = publish(server, tmp_path / "first")
+    for key in packs_of(server):
         server.script(key, Fault(status=403, code="AccessDenied"), repeat=True)
     node = FaultyNode(server, tmp_path / "second", push=True)
     with warnings.catch_warnings(record=True) as warned:
@@ -204,12 +206,11 @@ def test_foreign_objects_at_the_url_are_named_and_kept(server: FaultServer, tmp_
     with pytest.warns(RuntimeWarning, match=r"'cat.jpg'.*no packs of a cache: give a prefix of its own"):
         assert node.train()[0] == bodies
         node.end()
-    assert [key for key in server.objects if key.startswith("packs/")] == ["packs/cat.jpg"]
+    assert list(packs_of(server)) == ["packs/cat.jpg"]
 
 
 def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultServer, tmp_path: Path) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
+    bodies = publish(server, tmp_path / "first")
     published = packs_of(server)
     others = [b"other" * 300 + bytes([number]) for number in range(12)]
     server.objects |= {f"other/{number:02}.bin": body for number, body in enumerate(others)}
@@ -227,9 +228,8 @@ def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultSe
 
 
 def test_epoch_does_not_wait_for_a_pull(server: FaultServer, tmp_path: Path) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
-    for key in [key for key in server.objects if key.startswith("packs/")]:
+    bodies = publish(server, tmp_path / "first")
+    for key in packs_of(server):
         server.script(key, Fault(stall_after=100), repeat=True)
     node = FaultyNode(server, tmp_path / "second")
     found, counters = node.train()
@@ -248,8 +248,7 @@ def test_epoch_does_not_wait_for_a_pull(server: FaultServer, tmp_path: Path) -> 
 def test_first_rank_of_a_node_pulls_for_all_of_them(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
+    bodies = publish(server, tmp_path / "first")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     other = FaultyNode(server, tmp_path / "second")
@@ -261,14 +260,8 @@ def test_first_rank_of_a_node_pulls_for_all_of_them(
 
 def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp_path: Path) -> None:
     """Training on one of two nodes, then validation with the same cache and URL."""
-    bodies = write_objects(server)
     server.objects |= {f"held-out/{number}.bin": b"v%d" % number * 500 for number in range(6)}
-    publish(server, tmp_path / "first")
-    with contextlib.closing(Cache(tmp_path / "first", "raw")) as cache:
-        held_out = fastload.ObjectDataset("s3://bucket/held-out", cache=cache, storage_options=server.options)
-        list(DataLoader(held_out, 2, collate_fn=list))
-        held_out._flush_cache()
-        push(cache, open_store("s3://bucket/packs", **server.options))
+    bodies = publish(server, tmp_path / "first", "held-out")
     node = FaultyNode(server, tmp_path / "second")
     data, place = node.dataset, {"cache": node.cache, "storage_options": server.options}
     held_out = fastload.ObjectDataset("s3://bucket/held-out", **place)
@@ -301,15 +294,13 @@ def test_process_that_pulls_imports_no_torch_and_has_the_lowest_priority() -> No
     code = "import os, sys; sys.modules['fastload.cache.remote'].main = lambda: print(os.nice(0))"
     work = remote_module._WORK.format(path=sys.path)
     script = f"import fastload.cache.remote; {code}; {work}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["19", "False"]
+    assert run_script(script).split() == ["19", "False"]
 
 
 def test_read_only_cache_starts_no_process(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bodies = write_objects(server)
-    publish(server, tmp_path / "first")
+    bodies = publish(server, tmp_path / "first")
     monkeypatch.setattr(remote_module, "is_readonly", lambda path: True)  # tests may run as root
     monkeypatch.setattr(remote_module.subprocess, "Popen", None)
     node = FaultyNode(server, tmp_path / "second")
@@ -354,19 +345,6 @@ def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
     again.end()
 
 
-def test_settled_packs_are_not_looked_at_again(server: FaultServer, tmp_path: Path) -> None:
-    write_objects(server)
-    publish(server, tmp_path / "first")
-    store = open_store("s3://bucket/packs", **server.options)
-    cache = Cache(tmp_path / "second")
-    done = pull(cache, store)
-    server.requests.clear()
-    again = pull(cache, store, settled=done.settled)
-    cache.close()
-    assert {request.key for request in server.requests} == {"\0list"}
-    assert (again.records, again.left, again.damaged) == (0, 0, {})
-
-
 SCRIPT = """
 import json, sys
 from fastload import Cache, DataLoader, ObjectDataset, open_store
@@ -389,7 +367,7 @@ def test_cache_that_only_pulls_does_not_keep_another_one_there_from_publishing(
     pushing = FaultyNode(server, tmp_path / "first", push=True)
     next(iter(DataLoader(pushing.dataset, 4, collate_fn=list)))
     pushing.end()
-    assert any(key.startswith("packs/") for key in server.objects)
+    assert packs_of(server)
 
 
 def test_training_goes_on_where_no_process_can_be_started(
@@ -426,21 +404,18 @@ def test_processes_take_modules_from_where_the_script_does(
     assert list((tmp_path / "packs").glob("*.pack"))
 
 
-def users_of(path: Path) -> list[int]:
-    """The processes that have the cache's directory open."""
+def pulls_of(trainer: int) -> list[psutil.Process]:
+    """The processes of a trainer that pull or push."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            links = [str(one.readlink()) for one in (process / "fd").iterdir()]
-            if any(link.startswith(f"{path}/") for link in links):
-                found.append(int(process.name))
+    for process in psutil.Process(trainer).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found += [process] * any("cache.remote import" in word for word in process.cmdline())
     return found
 
 
 def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) -> None:
     bodies = write_objects(server)
-    arguments = json.dumps([str(tmp_path / "first"), server.options])
-    subprocess.run([sys.executable, "-c", SCRIPT, arguments], check=True, timeout=PATIENCE)
+    run_script(SCRIPT, json.dumps([str(tmp_path / "first"), server.options]))
     server.requests.clear()
     assert FaultyNode(server, tmp_path / "second").train(pulled=True)[0] == bodies
     assert not data_gets(server)
@@ -471,13 +446,12 @@ def test_trainer_in_a_multiprocessing_child_publishes_before_it_ends(
     process.join(PATIENCE)
     assert process.exitcode == 0
     process.close()
-    assert any(key.startswith("packs/") for key in server.objects)
+    assert packs_of(server)
 
 
 def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -> None:
-    write_objects(server)
     publish(server, tmp_path / "first")
-    for key in [key for key in server.objects if key.startswith("packs/")]:
+    for key in packs_of(server):
         server.script(key, Fault(stall_after=100), repeat=True)
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
@@ -486,11 +460,12 @@ def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -
     sender.close()
     with receiver:
         assert receiver.recv() == 20
-    wait_until(lambda: len(users_of(tmp_path / "second")) == 2, "its pull runs")
+    assert process.pid is not None
+    pulling = wait_until(lambda: pulls_of(process.pid), "its pull runs")  # type: ignore[arg-type]
     process.kill()
     process.join()
     process.close()
-    wait_until(lambda: not users_of(tmp_path / "second"), "its processes have ended")
+    wait_until(lambda: not any(map(runs, pulling)), "its processes have ended")
     cache = Cache(tmp_path / "second")
     assert cache.check().ok and cache.info()["entries"] == 20
     cache.close()

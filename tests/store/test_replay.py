@@ -33,10 +33,15 @@ from tests.commands import answer, command
 from tests.faultserver import FaultServer
 from tests.pins.cases import KINDS
 from tests.pins.objects import ROOT, write_objects
+from tests.sharddata import write
 
 CROP = RandomResizedCrop(16, flip=0.5)
 NORMALIZE = Normalize([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
 COUNT, BATCH = 24, 4
+MADE_AGAIN = [
+    *("ImageFolder", "ObjectDataset", "ParquetDataset", "MDSDataset", "LitDataset", "BetonDataset"),
+    "TokenDataset",
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +55,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def shuffled(folder: Path) -> DataLoader[Any]:
+    images: Any = ImageFolder(str(folder), CROP)
+    return DataLoader(images, BATCH, shuffle=True, seed=3, batch_transform=NORMALIZE)
+
+
 @pytest.fixture
 def saved(folder: Path, tmp_path: Path) -> Path:
     """The state of a shuffled run in its second epoch, in the checkpoint of a training."""
-    loader = DataLoader(
-        ImageFolder(str(folder), CROP), BATCH, shuffle=True, seed=3, batch_transform=NORMALIZE
-    )
+    loader = shuffled(folder)
     list(loader)
     next(iter(loader))
     torch.save({"model": torch.zeros(3), "loops": [{"train": loader.state_dict()}]}, tmp_path / "run.pt")
@@ -73,17 +81,15 @@ def as_json(samples: list[Any], rank: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def write(path: Path, state: Any) -> Path:
+def saved_as(path: Path, state: Any) -> Path:
     path.write_text(json.dumps(state))
     return path
 
 
 def test_rows_and_tensors_of_a_step_equal_what_the_run_handed_out(folder: Path, tmp_path: Path) -> None:
-    loader = DataLoader(
-        ImageFolder(str(folder), CROP), BATCH, shuffle=True, seed=3, batch_transform=NORMALIZE
-    )
+    loader = shuffled(folder)
     epochs = [list(loader), list(loader)]
-    state = write(tmp_path / "state.json", loader.state_dict())
+    state = saved_as(tmp_path / "state.json", loader.state_dict())
     assert json.loads(state.read_text()) == loader.state_dict(), "no tuples, no keys that are not texts"
     for epoch, step in ((0, 5), (1, 0)):
         tensors = tmp_path / "batch.pt"
@@ -105,7 +111,7 @@ def test_objects_with_other_transforms_are_made_again(folder: Path, tmp_path: Pa
     loader = DataLoader(ObjectDataset(str(folder), transform=transform), BATCH, generator=torch.Generator())
     list(loader)
     batch = next(iter(loader))
-    state = write(tmp_path / "state.json", loader.state_dict())
+    state = saved_as(tmp_path / "state.json", loader.state_dict())
     answer("replay", state, "--step", 0, "--tensors", tmp_path / "batch.pt")
     assert torch.equal(torch.load(tmp_path / "batch.pt")["batches"][0], batch)
 
@@ -115,7 +121,7 @@ def test_ranks_of_a_step_are_those_of_the_run(folder: Path, tmp_path: Path, kind
     dataset = ImageFolder(str(folder), CROP)
     loaders = [DataLoader(dataset, BATCH, sampler=kind(dataset, 3, rank), seed=1) for rank in range(3)]
     labels = [[batch[1].tolist() for batch in loader] for loader in loaders]
-    state = write(tmp_path / "state.json", loaders[1].state_dict())
+    state = saved_as(tmp_path / "state.json", loaders[1].state_dict())
     assert "give --rank 0 to 2, or --rank all" in refusal(state, "--step", 1, "--epoch", 0)
     assert "below the 3 ranks" in refusal(state, "--step", 1, "--epoch", 0, "--rank", 3)
     document = answer("replay", state, "--step", 1, "--epoch", 0, "--rank", "all")
@@ -151,7 +157,7 @@ def test_run_on_s3_is_replayed_with_its_endpoint_and_without_its_secrets(
         next(iter(loader))
         text = json.dumps(loader.state_dict())
         assert "fault-access-key" not in text and "fault-secret-key" not in text
-        state = write(tmp_path / "state.json", json.loads(text))
+        state = saved_as(tmp_path / "state.json", json.loads(text))
         assert repr(server.endpoint_url) in refusal(state, "--step", 3, "--anon")
         document = answer("replay", state, "--step", 3, "--anon", "--endpoint-url", server.endpoint_url)
         assert document["missing"] is None
@@ -165,7 +171,7 @@ def test_data_that_moved_is_found_by_data(folder: Path, tmp_path: Path) -> None:
     loader = DataLoader(ImageFolder(str(moved), CROP), BATCH)
     next(iter(loader))
     samples = as_json(loader.samples_at(0))
-    state = write(tmp_path / "state.json", loader.state_dict())
+    state = saved_as(tmp_path / "state.json", loader.state_dict())
     moved.unlink()
     document = answer("replay", state, "--step", 0)
     assert [one["index"] for one in document["samples"]] == [0, 1, 2, 3]
@@ -184,11 +190,8 @@ def test_data_that_is_another_is_not_taken_for_the_runs(folder: Path, saved: Pat
         ("fewer", 23, "has 23 samples, and the run had 24"),
         ("other", 24, "other names"),
     ):
-        for number in range(count):
-            path = tmp_path / name / ("cat", "dog")[number % 2] / f"{number}.jpg"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        document = answer("replay", saved, "--step", 0, "--data", tmp_path / name)
+        url = write(tmp_path / name, {f"{('cat', 'dog')[n % 2]}/{n}.jpg": b"" for n in range(count)})
+        document = answer("replay", saved, "--step", 0, "--data", url)
         assert why in document["missing"]
         assert {one["key"] for one in document["samples"]} == {None}
 
@@ -215,7 +218,7 @@ def test_loader_of_the_user_is_run_where_the_state_does_not_tell(folder: Path, t
     dataset = Subset(ImageFolder(str(folder), CROP), range(3, 23))
     loader = DataLoader(dataset, 4, shuffle=True, seed=3, collate_fn=list)
     next(iter(loader))
-    state = write(tmp_path / "state.json", loader.state_dict())
+    state = saved_as(tmp_path / "state.json", loader.state_dict())
     document = answer("replay", state, "--step", 1)
     assert "its dataset is a Subset: pass --loader" in document["missing"]
     assert [one["index"] for one in document["samples"]] == [one.index for one in loader.samples_at(1)]
@@ -253,39 +256,33 @@ def test_loader_of_the_user_is_run_where_the_state_does_not_tell(folder: Path, t
 def test_batch_of_the_users_functions_is_refused_with_the_reason(
     folder: Path, tmp_path: Path, make: Callable[[str], Any], why: str
 ) -> None:
-    state = write(tmp_path / "state.json", make(str(folder)).state_dict())
+    state = saved_as(tmp_path / "state.json", make(str(folder)).state_dict())
     message = refusal(state, "--step", 0, "--tensors", tmp_path / "batch.pt")
     assert why in message and "--loader FILE.py:FUNCTION" in message
     assert not (tmp_path / "batch.pt").exists()
 
 
 def test_wrong_arguments_are_answered_in_words(saved: Path, tmp_path: Path) -> None:
-    assert "has no step 99" in refusal(saved, "--step", 99)
-    assert "epoch 7 has no step 98" in refusal(saved, "--step", 98, "--epoch", 7)
-    assert "were not dealt to ranks" in refusal(saved, "--step", 0, "--rank", 1)
-    assert "a number from 0 on, or 'all'" in refusal(saved, "--step", 0, "--rank", "-1")
-    assert "deals to one rank" in refusal(saved, "--step", 0, "--rank", 1, "--world-size", 2)
-    assert "has no state of a loader at 'x', but at 'loops.0.train'" in refusal(
-        saved, "--step", 0, "--at", "x"
-    )
-    assert "cannot be written" in refusal(saved, "--step", 0, "--png", tmp_path / "absent" / "x.png")
+    for words, why in (
+        ("--step 99", "has no step 99"),
+        ("--step 98 --epoch 7", "epoch 7 has no step 98"),
+        ("--step 0 --rank 1", "were not dealt to ranks"),
+        ("--step 0 --rank -1", "a number from 0 on, or 'all'"),
+        ("--step 0 --rank 1 --world-size 2", "deals to one rank"),
+        ("--step 0 --at x", "has no state of a loader at 'x', but at 'loops.0.train'"),
+        (f"--step 0 --png {tmp_path}/absent/x.png", "cannot be written"),
+    ):
+        assert why in refusal(saved, *words.split())
 
 
 def test_table_of_a_batch_without_images_is_shown_and_the_sheet_refused(tmp_path: Path) -> None:
-    for number in range(5):
-        (tmp_path / "data").mkdir(exist_ok=True)
-        (tmp_path / "data" / f"{number}.bin").write_bytes(b"abc")
-    loader = DataLoader(ObjectDataset(str(tmp_path / "data")), 2)
+    url = write(tmp_path / "data", dict.fromkeys((f"{number}.bin" for number in range(5)), b"abc"))
+    loader = DataLoader(ObjectDataset(url), 2)
     next(iter(loader))
-    state = write(tmp_path / "state.json", loader.state_dict())
+    state = saved_as(tmp_path / "state.json", loader.state_dict())
     result = command("replay", state, "--step", 1, "--tensors", tmp_path / "batch.pt")
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines == [
-        ["epoch", "0,", "step", "1"],
-        ["row", "index", "key"],
-        ["0", "2", "2.bin"],
-        ["1", "3", "3.bin"],
-    ]
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines == ["epoch 0, step 1", "row index key", "0 2 2.bin", "1 3 3.bin"]
     assert torch.load(tmp_path / "batch.pt", weights_only=True)["batches"] == [[b"abc", b"abc"]]
     assert "the batch has no images" in refusal(state, "--step", 1, "--html", tmp_path / "x.html")
 
@@ -296,12 +293,9 @@ class Foreign:
 
 def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path) -> None:
     state = torch.load(saved, weights_only=True)["loops"][0]["train"]
+    both = "has the states of 2 loaders, at '0', '1.b': choose one, as in --at 0"
     for name, content, why in (
-        (
-            "two",
-            [state, {"b": state}],
-            "has the states of 2 loaders, at '0', '1.b': choose one, as in --at 0",
-        ),
+        ("two", [state, {"b": state}], both),
         ("none", {"step": 3}, "has no state of a fastload.DataLoader"),
         ("class", {"a": Foreign(), "b": state}, "to read it could run code"),
         ("part", {key: state[key] for key in state if key != "recipe"}, "the state lacks ['recipe']"),
@@ -321,39 +315,26 @@ def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path
 
 
 def test_state_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
-    for number in range(1000):
-        (tmp_path / f"n{number:08}").mkdir()
-        (tmp_path / f"n{number:08}" / "a.jpg").touch()
-    listed = ImageFolder(str(tmp_path), CROP)
-    state = DataLoader(ImageFolder(str(tmp_path), CROP, classes=listed.classes), BATCH).state_dict()
+    url = write(tmp_path, {f"n{number:08}/a.jpg": b"" for number in range(1000)})
+    listed = ImageFolder(url, CROP)
+    state = DataLoader(ImageFolder(url, CROP, classes=listed.classes), BATCH).state_dict()
     assert "classes" not in state["recipe"]["dataset"]["arguments"]
     assert len(json.dumps(state)) < 3000
-    turned = ImageFolder(str(tmp_path), CROP, classes=listed.classes[::-1])
+    turned = ImageFolder(url, CROP, classes=listed.classes[::-1])
     assert "1000 names as classes=" in DataLoader(turned, BATCH).state_dict()["recipe"]["dataset"]["why"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("ImageFolder", "ObjectDataset", "ParquetDataset", "MDSDataset", "LitDataset", "BetonDataset"),
-        "TokenDataset",
-    ],
-)
-def test_state_makes_the_batches_of_any_kind_of_dataset_again(kind: str) -> None:
-    write_objects()
-    assert_made_again(KINDS[kind][0](None))
-
-
-def test_state_makes_the_batches_of_a_table_again(tmp_path: Path) -> None:
-    write_objects()
+def make_table(folder: Path) -> Any:
     rows = "\n".join(f"{n % 4}.jpg,{n},{n % 3 + 7}" for n in range(12))
-    (tmp_path / "table.csv").write_text(f"photo,number,stop\n{rows}\n")
-    table = str(tmp_path / "table.csv")
+    (folder / "table.csv").write_text(f"photo,number,stop\n{rows}\n")
     fields = {"image": File("photo"), "head": File("photo", range=(6, "stop")), "label": "number"}
-    assert_made_again(TableDataset(table, fields, url=f"{ROOT}/photos", transform={"image": CROP}))
+    return TableDataset(str(folder / "table.csv"), fields, url=f"{ROOT}/photos", transform={"image": CROP})
 
 
-def assert_made_again(dataset: Any) -> None:
+@pytest.mark.parametrize("kind", [*MADE_AGAIN, "TableDataset"])
+def test_state_makes_the_batches_of_any_kind_of_dataset_again(kind: str, tmp_path: Path) -> None:
+    write_objects()
+    dataset = make_table(tmp_path) if kind == "TableDataset" else KINDS[kind][0](None)
     loader = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, 1, 0), seed=3)
     list(loader)
     state = json.loads(json.dumps(loader.state_dict()))
@@ -365,25 +346,19 @@ def assert_made_again(dataset: Any) -> None:
         torch.testing.assert_close(again.batch_at(step, 0), loader.batch_at(step, 0), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *({"unsafe": True}, {"cache": "/tmp/x"}, {"decode": "x"}, {"keys": ["a"]}, {"xyz": 1}),
-        *(
-            {"storage_options": {"dict": {}}},
-            {"fields": {"File": 3}},
-            {"fields": {"File": []}},
-            {"fields": {"type": "object"}},
-        ),
-        *({"fields": {"pickle": "x"}}, {"fields": {"dtype": "O"}}, {"fields": {}}),
-    ],
-)
-def test_state_sets_no_argument_that_only_the_user_may_set(arguments: dict[str, Any]) -> None:
+def test_state_sets_no_argument_that_only_the_user_may_set() -> None:
     write_objects()
-    state = DataLoader(KINDS["MDSDataset"][0](None), BATCH).state_dict()
-    state["recipe"]["dataset"]["arguments"] |= arguments
-    with pytest.raises(ArgumentError, match="is damaged, or a newer fastload wrote it"):
-        restore(state)
+    whole = DataLoader(KINDS["MDSDataset"][0](None), BATCH).state_dict()
+    fields = ({"File": 3}, {"File": []}, {"type": "object"}, {"pickle": "x"}, {"dtype": "O"}, {})
+    for arguments in (
+        *({"unsafe": True}, {"cache": "/tmp/x"}, {"decode": "x"}, {"keys": ["a"]}, {"xyz": 1}),
+        {"storage_options": {"dict": {}}},
+        *({"fields": wrong} for wrong in fields),
+    ):
+        state = copy.deepcopy(whole)
+        state["recipe"]["dataset"]["arguments"] |= arguments
+        with pytest.raises(ArgumentError, match="is damaged, or a newer fastload wrote it"):
+            restore(state)
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -419,14 +394,14 @@ def test_any_part_of_a_state_may_be_hostile_and_commands_answer_in_words(
     loader.exclude([3])
     next(iter(loader))
     state = json.loads(json.dumps(loader.state_dict()))
-    right, wrong = write(tmp_path / "right.json", state), tmp_path / "wrong.json"
+    right, wrong = saved_as(tmp_path / "right.json", state), tmp_path / "wrong.json"
     for number, (*way, key) in enumerate(way for way in places(state) if way):
         value, hostile = HOSTILE[7 * number % len(HOSTILE)], copy.deepcopy(state)
         part = hostile
         for one in way:
             part = part[one]
         part[key] = value
-        write(wrong, hostile)
+        saved_as(wrong, hostile)
         words = ["replay", wrong, "--step", 0, "--rank", "all"]
         if "digest" in (*way, key):
             words = ["prove", wrong, right]
@@ -459,7 +434,7 @@ def test_false_numbers_of_a_state_take_no_memory(
         for order in state["history"]:
             order["replicas"] = entries["world"]
         arguments += ["--rank", "all"]
-    result = command("replay", write(tmp_path / "state.json", state), *arguments)
+    result = command("replay", saved_as(tmp_path / "state.json", state), *arguments)
     assert isinstance(result.exception, SystemExit | None) and why in result.stderr, result.output
 
 

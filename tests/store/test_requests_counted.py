@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import pickle
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fastload
 from fastload import DataLoader, ObjectDataset, TarDataset
-from fastload.cli.app import app
 from fastload.datasets.wrappers import view_of
 from fastload.metrics.exporters import COUNTERS
 from fastload.store import open_store
+from tests.commands import answer, store_words
 from tests.faultserver import LIST, Fault, FaultServer
 
 OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(40)}
 NAMES = [name for name in COUNTERS if name.startswith("store.")]
 
 
-@pytest.fixture
-def server() -> Iterator[FaultServer]:
-    with FaultServer(OBJECTS) as running:
-        yield running
-
-
 def first_byte(body: Any) -> int:
     return int(bytes(body)[0])
+
+
+def dataset_of(server: FaultServer, cache: Path | None = None, **limits: Any) -> ObjectDataset:
+    options = {**server.options, **limits}
+    return ObjectDataset("s3://bucket", decode=first_byte, cache=cache, storage_options=options)
 
 
 def seen(server: FaultServer) -> dict[str, float]:
@@ -53,7 +49,7 @@ def counted(loader: DataLoader[Any]) -> dict[str, float]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, workers: int) -> None:
-    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
+    dataset = dataset_of(server)
     assert dataset[7] == 7
     server.script("003.bin", Fault(status=503), None)
     loader = DataLoader(dataset, 4, num_workers=workers)
@@ -64,14 +60,11 @@ def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, wo
     assert loader.stats()["limits"] == []
 
 
-@pytest.mark.parametrize("context", ["spawn", pytest.param("forkserver", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("context", ["forkserver", pytest.param("spawn", marks=pytest.mark.stress)])
 def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
-    dataset = ObjectDataset(
-        "s3://bucket",
-        decode=first_byte,
-        storage_options={**server.options, "max_gets": 100, "max_egress": "1MB"},
+    loader = DataLoader(
+        dataset_of(server, max_gets=100, max_egress="1MB"), 8, num_workers=2, multiprocessing_context=context
     )
-    loader = DataLoader(dataset, 8, num_workers=2, multiprocessing_context=context)
     assert sum(len(batch) for batch in loader) == 40
     assert counted(loader) == {**seen(server), "store.egress_bytes": 40_000}
     assert loader.stats()["limits"] == [
@@ -81,7 +74,7 @@ def test_started_workers_count_with_the_trainer(server: FaultServer, context: st
 
 def test_listing_of_several_pages_counts_each(server: FaultServer) -> None:
     server.objects = {f"{number:04d}.bin": b"x" for number in range(2500)}
-    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
+    dataset = dataset_of(server)
     assert counted(DataLoader(dataset)) == seen(server) == {"store.lists": 4}
 
 
@@ -101,10 +94,7 @@ def test_directory_bills_nothing(tmp_path: Path) -> None:
 
 
 def test_datasets_of_a_loader_are_summed_and_each_counts_once(server: FaultServer) -> None:
-    first, second = (
-        ObjectDataset("s3://bucket", decode=first_byte, storage_options={**server.options, "max_gets": most})
-        for most in (100, 200)
-    )
+    first, second = (dataset_of(server, max_gets=most) for most in (100, 200))
     loader = DataLoader(fastload.Mixture([first, second], [1, 1], num_samples=20), 4, num_workers=1)
     assert sum(len(batch) for batch in loader) > 0
     found = counted(loader)
@@ -114,7 +104,7 @@ def test_datasets_of_a_loader_are_summed_and_each_counts_once(server: FaultServe
 
 
 def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultServer) -> None:
-    dataset = ObjectDataset("s3://bucket", decode=first_byte, storage_options=server.options)
+    dataset = dataset_of(server)
     assert dataset[1] == 1
     other = pickle.loads(pickle.dumps(dataset))
     assert other[2] == 2 and view_of(dataset).budget() is not None
@@ -135,27 +125,15 @@ def tar_of(shard: int, samples: int = 10) -> bytes:
     return file.getvalue()
 
 
-def told(server: FaultServer) -> list[str]:
-    return [
-        part for name, value in server.options.items() for part in ("--storage-option", f"{name}={value}")
-    ]
-
-
 def warmed(server: FaultServer, url: str, cache: Path, *more: str) -> dict[str, Any]:
     prices = cache.parent / "prices.toml"
     prices.write_text(OWN_PRICES)
-    command = ["warm", url, "--cache", str(cache), "--mode", "raw", "--num-workers", "1"]
-    command += [*told(server), *more]
-    result = CliRunner().invoke(app, [*command, "--prices", str(prices), "--json"])
-    assert result.exit_code == 0, result.output
-    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return document
+    words = ["--cache", cache, "--mode", "raw", "--num-workers", 1, "--prices", prices]
+    return answer("warm", url, *words, *store_words(server.options), *more)
 
 
 def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path: Path) -> None:
-    dataset = ObjectDataset(
-        "s3://bucket", decode=first_byte, cache=tmp_path / "cache", storage_options=server.options
-    )
+    dataset = dataset_of(server, tmp_path / "cache")
     assert sum(one.outcome == "stored" for one in dataset.warm(range(15))) == 15, "an interrupted run"
     dataset.close()
     server.requests.clear()
@@ -191,7 +169,7 @@ def test_quote_of_shards_that_the_cache_has_in_part_is_what_they_take(
 ) -> None:
     """Every other record is missing: a request for each."""
     server.objects = {f"{number}.tar": tar_of(number) for number in range(3)}
-    assert CliRunner().invoke(app, ["index", "s3://bucket/*.tar", *told(server)]).exit_code == 0
+    answer("index", "s3://bucket/*.tar", *store_words(server.options))
     dataset = TarDataset("s3://bucket/*.tar", cache=tmp_path / "cache", storage_options=server.options)
     assert sum(one.outcome == "stored" for one in dataset.warm(range(0, 30, 2))) == 15
     left = dataset._left_to_warm_shards(range(3))

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import resource
-import zlib
 from pathlib import Path
 
 import pytest
 
 from fastload.datasets.wrappers import view_of
-from fastload.errors import (
-    DecodeError,
-)
+from fastload.errors import DecodeError
 from tests.sharddata import (
-    CROP,
     KINDS,
     LABEL,
     TOTAL,
-    closing,
-    dataset,
     jpeg,
     labels,
     loader_of,
     numbers_of,
+    opened,
     ordinary,
     read,
     shard,
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -52,10 +43,6 @@ def damaged(kind: str) -> dict[str, bytes]:
         first[first.index(jpeg(5)) + 100] ^= 1
     del second[second.rindex(b"d/00095.jpg") + 600 if kind == "tar" else -3000 :]
     third[third.index(b"d/00105" if kind == "tar" else b"n105") + 20] ^= 1
-    if kind == "tfrecord":
-        at = third.index(jpeg(106)[-8:]) - len(jpeg(106))
-        length = third.rindex(b"\x0a", 0, at - 20)
-        third[: length + 40] = third[: length + 40]
     return {key: bytes(body) for key, body in objects.items()}
 
 
@@ -63,7 +50,7 @@ def test_damage_is_an_error_with_shard_and_offset_and_costs_no_more_than_it_must
     kind: str, tmp_path: Path, small_pieces: None
 ) -> None:
     url = write(tmp_path / "shards", damaged(kind))
-    data = closing(dataset(kind, url, transform=CROP, cache=str(tmp_path / "cache")))
+    data = opened(kind, url, cache=tmp_path / "cache")
     for _ in range(2):
         good, bad = [], []
         for state in data._streams().plan_streams(2, seed=1, epoch=0, shuffle=True, rank=0, ranks=1):
@@ -92,24 +79,9 @@ def test_damage_is_an_error_with_shard_and_offset_and_costs_no_more_than_it_must
 def test_shard_of_another_kind_is_an_error_at_its_first_byte(kind: str, tmp_path: Path) -> None:
     other = KINDS[1 - KINDS.index(kind)]
     url = write(tmp_path, {f"x.{kind}": shard(other, range(5))[0], f"y.{kind}": b"", f"z.{kind}": b"\0" * 50})
-    data = closing(dataset(kind, url, transform=CROP))
+    data = opened(kind, url)
     with pytest.raises(DecodeError, match=rf"[xz]\.{kind} @ 0"):
         read(data)
-
-
-def test_gzip_bomb_takes_no_memory(kind: str, tmp_path: Path) -> None:
-    packer, zeros = zlib.compressobj(wbits=31), bytes(1 << 20)
-    # Piece by piece: the peak of memory that is compared below must not be the one of making it.
-    bomb = b"".join([*(packer.compress(zeros) for _ in range(200)), packer.flush()])
-    url = write(tmp_path, {f"x.{kind}.gz": bomb})
-    data = closing(dataset(kind, url, transform=CROP))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if kind == "tar":  # zeros are the end of a tar
-        assert read(data) == []
-    else:
-        with pytest.raises(DecodeError, match="CRC"):
-            read(data)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbage"])
@@ -121,7 +93,7 @@ def test_damaged_compression_ends_its_shard(kind: str, harm: str, tmp_path: Path
         del body[len(body) // 2 :]
     else:
         body[len(body) // 2 : len(body) // 2 + 50] = b"\xff" * 50
-    data = closing(dataset(kind, write(tmp_path, objects | {key: bytes(body)}), transform=CROP))
+    data = opened(kind, write(tmp_path, objects | {key: bytes(body)}))
     with pytest.raises(DecodeError, match=rf"part-002\.{kind}\.gz @ "):
         read(data)
 
@@ -133,9 +105,9 @@ def test_zeros_behind_a_compressed_shard_are_padding(
     """Also where a piece begins with them. Nothing but zeros is a tar without samples, or a damaged shard."""
     objects = shards(kind, end=".gz")
     padded = {name: body + bytes(100_000 + split_at) for name, body in objects.items()}
-    data = closing(dataset(kind, write(tmp_path, padded), transform=CROP))
+    data = opened(kind, write(tmp_path, padded))
     assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
-    zeros = closing(dataset(kind, write(tmp_path / "z", {f"x.{kind}.gz": bytes(50_000)}), transform=CROP))
+    zeros = opened(kind, write(tmp_path / "z", {f"x.{kind}.gz": bytes(50_000)}))
     if kind == "tar":
         assert read(zeros) == []
         return
@@ -145,16 +117,12 @@ def test_zeros_behind_a_compressed_shard_are_padding(
 
 @pytest.mark.parametrize(("kind", "workers"), [("tar", 2), ("tfrecord", 0)])
 def test_bad_records_under_on_error(kind: str, workers: int, tmp_path: Path) -> None:
-    data = closing(dataset(kind, write(tmp_path / "shards", damaged(kind)), transform=CROP))
+    data = opened(kind, write(tmp_path / "shards", damaged(kind)))
     with pytest.raises(DecodeError, match=rf"\.{kind} @ "):
         list(loader_of(data, workers))
     loader = loader_of(data, workers, on_error="repeat")
     found = set(numbers_of(list(loader), kind))
     stats = loader.stats()
     assert stats["counters"]["bad.samples"] == 3 and stats["counters"]["bad.bytes"] > 3000
-    assert sorted(key.split(f".{kind} @ ")[0] for key, _ in stats["bad"]) == [
-        "part-000",
-        "part-002",
-        "part-003",
-    ]
+    assert {key.split(f".{kind} @ ")[0] for key, _ in stats["bad"]} == {"part-000", "part-002", "part-003"}
     assert set(range(6, 40)) | set(range(128, TOTAL)) <= found and 5 not in found

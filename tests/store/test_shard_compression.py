@@ -5,47 +5,28 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fastload.cli.app import app
+from tests.commands import answer
 from tests.sharddata import (
     COUNTS,
-    CROP,
     LABEL,
     TOTAL,
     at_random,
     batches,
-    dataset,
     labels,
+    opened,
     read,
     shard,
     shards,
     write,
 )
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 WRITERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zlib": zlib.compress}
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture
-def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
-    """Datasets that are closed when the test ends."""
-    found: list[Any] = []
-
-    def make(kind: str, url: Any, **arguments: Any) -> Any:
-        found.append(dataset(kind, url, transform=CROP, **arguments))
-        return found[-1]
-
-    yield make
-    while found:  # what a fixture has returned is kept until after the look for leaks
-        found.pop().close()
+pytestmark = pytest.mark.usefixtures("close_all")
 
 
 def misnamed(kind: str) -> dict[str, bytes]:
@@ -58,7 +39,7 @@ def misnamed(kind: str) -> dict[str, bytes]:
 
 
 def test_stream_of_misnamed_shards_resumes_with_the_next_record(
-    kind: str, tmp_path: Path, opened: Any, small_pieces: None
+    kind: str, tmp_path: Path, small_pieces: None
 ) -> None:
     """In the middle of plain and of compressed ones, whose first bytes the new stream has not read."""
     url = write(tmp_path, misnamed(kind))
@@ -78,9 +59,7 @@ def test_stream_of_misnamed_shards_resumes_with_the_next_record(
         assert [int(one) for one in first] + rest == whole
 
 
-def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
-    kind: str, tmp_path: Path, opened: Any
-) -> None:
+def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(kind: str, tmp_path: Path) -> None:
     url = write(tmp_path / "shards", misnamed(kind))
     data = opened(kind, url, cache=str(tmp_path / "cache"))
     read(data)
@@ -93,7 +72,7 @@ def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
         assert int(data[number][LABEL[kind]]) == number
 
 
-def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path, opened: Any) -> None:
+def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path) -> None:
     """Compressed at level 0, the shard is larger than it was: every offset in the index lies within it."""
     objects = shards(kind, index=True)
     key = f"part-000.{kind}"
@@ -104,7 +83,7 @@ def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path, 
     assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
 
 
-def test_index_beside_a_plain_shard_called_gz_is_used(kind: str, tmp_path: Path, opened: Any) -> None:
+def test_index_beside_a_plain_shard_called_gz_is_used(kind: str, tmp_path: Path) -> None:
     data, places = shard(kind, range(9))
     url = write(tmp_path, {f"x.{kind}.gz": data, f"x.{kind}.gz.idx": places})
     assert at_random(opened(kind, url))[LABEL[kind]].tolist() == list(range(9))
@@ -116,10 +95,5 @@ def test_convert_reads_misnamed_shards_of_either_kind(kind: str, writer: str, tm
     data, _ = shard(kind, range(20))
     more, _ = shard(kind, range(20, 30))
     url = write(tmp_path / "in", {f"a.{kind}": WRITERS[writer](data), f"b.{kind}.gz": more})
-    arguments = ["convert", url, str(tmp_path / "out"), "--to", kind, "--from", kind, "--json"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout.splitlines()[-1])["samples"] == 30
-    converted = dataset(kind, str(tmp_path / "out"), transform=CROP)
-    assert at_random(converted)[LABEL[kind]].tolist() == list(range(30))
-    converted.close()
+    assert answer("convert", url, tmp_path / "out", "--to", kind, "--from", kind)["samples"] == 30
+    assert at_random(opened(kind, str(tmp_path / "out")))[LABEL[kind]].tolist() == list(range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
 import re
@@ -18,10 +19,7 @@ from torch.utils.data import default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.wrappers import view_of
-from fastload.errors import (
-    ArgumentError,
-    DecodeError,
-)
+from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from tests.sharddata import (
     CROP,
@@ -32,9 +30,6 @@ from tests.sharddata import (
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -59,11 +54,18 @@ def npy(array: Any, **options: Any) -> bytes:
 
 def only(tmp_path: Path, members: dict[str, bytes], **arguments: Any) -> Any:
     data = closing(fastload.TarDataset(write(tmp_path, {"x.tar": tar_of(members)}), **arguments))
-    stream = data._streams().open_stream(
-        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0]
-    )
-    (one,) = stream.take(5)
+    (one,) = ids_of(data)
     return data[one]
+
+
+def ids_of(data: Any) -> list[int]:
+    """The samples of a shard, in order."""
+    streams = data._streams()
+    (state,) = streams.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
+    stream = streams.open_stream(state)
+    found: list[int] = stream.take(9)
+    stream.close()
+    return found
 
 
 def test_members_are_opened_by_their_extension(tmp_path: Path) -> None:
@@ -216,21 +218,23 @@ def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -
     return batch["json"]
 
 
-POLICIES = [{}, {"on_error": "repeat"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
+POLICIES: list[dict[str, Any]] = [{}, {"on_error": "repeat"}, {"on_error": "replace"}]
 
 
-@pytest.mark.parametrize("options", POLICIES)
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1, 1.5, 2, 0.5],
-        [1.5, 1, 2, 3],
-        [True, 2, 3, False],
-        [1, True, 2, 3],
-        [[1, 2], [1.5, 2], [3, 4], [5, 6]],
-        ["a", "b", "c", "d"],
-        [{"a": number, "b": [number / 2, "x"]} for number in range(4)],
-    ],
+def under_policies(*values: list[Any]) -> Any:
+    """Values under each policy for bad samples; the first ones by a worker too."""
+    worker = (values[0], {"on_error": "replace", "num_workers": 1})
+    return pytest.mark.parametrize(("values", "options"), [*itertools.product(values, POLICIES), worker])
+
+
+@under_policies(
+    [1, 1.5, 2, 0.5],
+    [1.5, 1, 2, 3],
+    [True, 2, 3, False],
+    [1, True, 2, 3],
+    [[1, 2], [1.5, 2], [3, 4], [5, 6]],
+    ["a", "b", "c", "d"],
+    [{"a": number, "b": [number / 2, "x"]} for number in range(4)],
 )
 def test_values_are_the_columns_that_torch_makes(
     values: list[Any], options: dict[str, Any], tmp_path: Path
@@ -240,10 +244,8 @@ def test_values_are_the_columns_that_torch_makes(
     assert same(batch["x"], default_collate(values)), batch["x"]
 
 
-@pytest.mark.parametrize("options", POLICIES)
-@pytest.mark.parametrize(
-    "values",
-    [[[], [1], [1, 2], []], [{"a": 1}, {"b": 1}, {"a": 1}, {}], [1, None, 2, 3], [None] * 4, [1, "a", 2, 3]],
+@under_policies(
+    [[], [1], [1, 2], []], [{"a": 1}, {"b": 1}, {"a": 1}, {}], [1, None, 2, 3], [None] * 4, [1, "a", 2, 3]
 )
 def test_values_that_make_no_batch_are_no_bad_samples(
     values: list[Any], options: dict[str, Any], tmp_path: Path
@@ -253,9 +255,8 @@ def test_values_that_make_no_batch_are_no_bad_samples(
         default_collate(values)
     assert kind is not DecodeError
     if values[1:] != values[:-1]:
-        assert "sample 0 'x.tar @ 0'" in told and "sample 1 'x.tar @" in told and "['json']['x']" in told, (
-            told
-        )
+        for words in ("sample 0 'x.tar @ 0'", "sample 1 'x.tar @", "['json']['x']"):
+            assert words in told
 
 
 # --- What is said ------------------------------------------------------------------------------------------
@@ -281,13 +282,10 @@ def test_samples_with_other_members_are_no_bad_samples(
     loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 2, on_error=on_error)
     with pytest.raises(ArgumentError, match=re.escape(says)) as caught:
         list(loader)
-    assert (
-        "function of the whole sample" in str(caught.value) and not loader.stats()["counters"]["bad.samples"]
-    )
-    assert (
-        "sample 0 'x.tar @ 0'" in caught.value.__notes__[-1]
-        and "sample 1 'x.tar @" in caught.value.__notes__[-1]
-    )
+    assert "function of the whole sample" in str(caught.value)
+    assert not loader.stats()["counters"]["bad.samples"]
+    note = caught.value.__notes__[-1]
+    assert "sample 0 'x.tar @ 0'" in note and "sample 1 'x.tar @" in note
 
 
 def test_own_collate_fn_gets_samples_with_other_members(tmp_path: Path) -> None:
@@ -296,27 +294,15 @@ def test_own_collate_fn_gets_samples_with_other_members(tmp_path: Path) -> None:
     )
     data = closing(fastload.TarDataset(url, transform=CROP))
     (samples,) = fastload.DataLoader(data, 3, collate_fn=list, on_error="replace")
-    assert [list(one) for one in samples] == [
-        ["__key__", "jpg"],
-        ["__key__", "jpeg", "txt"],
-        ["__key__", "jpg"],
-    ]
-    assert [one[name].shape for one, name in zip(samples, ("jpg", "jpeg", "jpg"), strict=True)] == [
-        (3, 24, 24)
-    ] * 3
+    names = [["__key__", "jpg"], ["__key__", "jpeg", "txt"], ["__key__", "jpg"]]
+    assert [list(one) for one in samples] == names
+    assert {one[ends[1]].shape for one, ends in zip(samples, names, strict=True)} == {(3, 24, 24)}
 
 
 def failures_of(url: str, transform: Any) -> list[str]:
     data = closing(fastload.TarDataset(url, transform=transform))
-    stream = data._streams().open_stream(
-        data._streams().plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0]
-    )
-    ids = stream.take(9)
-    stream.close()
-    return [
-        str(error)
-        for _, error in view_of(data).fill(view_of(data).new_batch(9, ordinary), list(enumerate(ids)), 0, 0)
-    ]
+    todo = list(enumerate(ids_of(data)))
+    return [str(error) for _, error in view_of(data).fill(view_of(data).new_batch(9, ordinary), todo, 0, 0)]
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("P", True), ("L", True), ("RGB", False)])
@@ -329,8 +315,7 @@ def test_png_that_may_be_a_mask_under_a_fused_transform_is_warned_of(
     url = write(tmp_path, {"x.tar": tar_of(sample, sample)})
     assert failures_of(url, {"jpg": CROP, "png": CROP}) == []
     said = [text for text in caplog.messages if "If it is a mask" in text]
-    assert len(said) == warned and all(
-        "give it interpolation='nearest' and channels=1" in text for text in said
-    )
+    advice = "give it interpolation='nearest' and channels=1"
+    assert len(said) == warned and all(advice in text for text in said)
     assert failures_of(url, {"jpg": CROP, "png": lambda image: image.size[0]}) == []
     assert len([text for text in caplog.messages if "If it is a mask" in text]) == warned

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fastload
-from fastload.errors import (
-    ArgumentError,
-    DecodeError,
-    NotFoundError,
-)
+from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.shards.formats import expand_braces, glob_pattern
+from tests.commands import script
 from tests.faultserver import FaultServer
-from tests.patience import PATIENCE
 from tests.sharddata import (
     COUNTS,
-    CROP,
     KINDS,
     LABEL,
     TOTAL,
@@ -30,14 +23,12 @@ from tests.sharddata import (
     dataset,
     jpeg,
     labels,
+    opened,
     read,
     shard,
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -82,19 +73,14 @@ def test_every_way_to_name_shards(kind: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "all" / "index.json").write_text(json.dumps(listed))
     monkeypatch.chdir(tmp_path)
     for name in (
-        url,
-        f"file://{url}",
-        f"{url}/part-{{000..005}}.{kind}",
-        f"{tmp_path}/*/part-*.{kind}",
-        f"all/*.{kind}",
+        *(url, Path(url), f"file://{url}", f"{url}/index.json"),
+        *(f"{url}/part-{{000..005}}.{kind}", f"{tmp_path}/*/part-*.{kind}", f"all/*.{kind}"),
         [f"{url}/{key}" for key in objects],
         [f"{url}/part-00[0-2].{kind}", f"{url}/part-{{003..005}}.{kind}"],
-        f"{url}/index.json",
-        Path(url),
     ):
-        data = closing(dataset(kind, name, transform=CROP))
+        data = opened(kind, name)
         assert sorted(labels(read(data, workers=1), LABEL[kind])) == list(range(TOTAL)), name
-    one = closing(dataset(kind, f"{url}/part-002.{kind}", transform=CROP))
+    one = opened(kind, f"{url}/part-002.{kind}")
     assert len(labels(read(one, workers=1), LABEL[kind])) == COUNTS[2]
 
 
@@ -121,24 +107,23 @@ def test_names_that_cannot_be_read(name: Any, error: type[Exception], says: str,
 def test_over_http_shards_are_asked_for_by_name(kind: str, tmp_path: Path) -> None:
     with FaultServer(shards(kind)) as server:
         url = f"{server.endpoint_url}/bucket/part-{{000..005}}.{kind}"
-        data = closing(dataset(kind, url, transform=CROP))
+        data = opened(kind, url)
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
         with pytest.raises(NotFoundError, match="2 of the named objects"):
-            dataset(kind, f"{server.endpoint_url}/bucket/part-{{000..007}}.{kind}", transform=CROP)
+            dataset(kind, f"{server.endpoint_url}/bucket/part-{{000..007}}.{kind}")
 
 
 def test_the_constructor_starts_no_client(tmp_path: Path) -> None:
     objects = shards("tar", index=True)
     objects["index.json"] = json.dumps([{"url": key} for key in objects if key.endswith(".tar")]).encode()
     with FaultServer(objects) as server:
-        code = (
+        script(
             "import fastload, sys\n"
             f"o = {server.options!r}\n"
             "assert len(fastload.TarDataset('s3://bucket', storage_options=o)) == 173\n"
             "assert len(fastload.TarDataset('s3://bucket/index.json', storage_options=o)) == 173\n"
             "assert 'obstore' not in sys.modules"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +158,11 @@ def test_single_file_without_its_ending_is_read_for_what_it_is(
     objects = {"odd/file": shard(kind, range(9))[0]}
     with FaultServer(objects) as server:
         url = "s3://bucket" if remote else write(tmp_path, objects)
-        options = {"storage_options": server.options if remote else None, "transform": CROP}
-        data = closing(dataset(kind, f"{url}/odd/file", **options))
+        options = {"storage_options": server.options if remote else None}
+        data = opened(kind, f"{url}/odd/file", **options)
         assert labels(read(data, workers=1), LABEL[kind]) and ", 1 shards," in repr(data)
-        wrong = closing(dataset(other, f"{url}/odd/file", **options))
         with pytest.raises(DecodeError, match=f"read it with fastload.{type(data).__name__}"):
-            read(wrong, workers=1)
+            read(opened(other, f"{url}/odd/file", **options), workers=1)
 
 
 def test_repr_names_the_shards_and_what_is_known_of_them(kind: str, tmp_path: Path) -> None:

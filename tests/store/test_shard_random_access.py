@@ -11,30 +11,24 @@ import pytest
 import torch
 
 from fastload import Cache
-from fastload.errors import (
-    ArgumentError,
-)
+from fastload.errors import ArgumentError
 from fastload.shards import reader
 from tests.faultserver import FaultServer
 from tests.sharddata import (
     COUNTS,
-    CROP,
     IMAGE,
     LABEL,
     TOTAL,
     at_random,
     batches,
-    closing,
     dataset,
     labels,
+    opened,
     place_of,
     read,
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -48,9 +42,7 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
     with FaultServer(shards(kind)) as server:
 
         def make() -> Any:
-            cache = Cache(tmp_path / "cache", mode, short_side=20)
-            options = {"storage_options": server.options, "cache": cache, "transform": CROP}
-            return closing(dataset(kind, "s3://bucket", **options))
+            return opened(kind, server, cache=Cache(tmp_path / "cache", mode, short_side=20))
 
         data = make()
         with pytest.raises(TypeError, match="no length yet"):
@@ -77,8 +69,7 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
 def test_a_record_the_cache_lost_is_read_again(kind: str, tmp_path: Path) -> None:
     with FaultServer(shards(kind)) as server:
         cache = Cache(tmp_path / "cache", size_limit=100_000)  # not all fits
-        options = {"storage_options": server.options, "cache": cache, "transform": CROP}
-        data = closing(dataset(kind, "s3://bucket", **options))
+        data = opened(kind, server, cache=cache)
         read(data)
         data._flush_cache()
         assert 0 < cache.info()["entries"] < TOTAL
@@ -89,8 +80,7 @@ def test_a_record_the_cache_lost_is_read_again(kind: str, tmp_path: Path) -> Non
 
 def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: str, tmp_path: Path) -> None:
     with FaultServer(shards(kind)) as server:
-        options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
-        data = closing(dataset(kind, "s3://bucket", cycle_length=1, shuffle_buffer=16, **options))
+        data = opened(kind, server, cache=tmp_path / "cache", cycle_length=1, shuffle_buffer=16)
         (state,) = data._streams().plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1)
         stream = data._streams().open_stream(state)
         reading = batches(data, stream)
@@ -99,7 +89,7 @@ def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: st
         data.close()
         complete = {key for key in server.objects if key < "part-002"}
         server.requests.clear()
-        again = closing(dataset(kind, "s3://bucket", **options))
+        again = opened(kind, server, cache=tmp_path / "cache")
         assert again._streams().must_stream()
         assert sorted(labels(read(again, shuffle=False), LABEL[kind])) == list(range(TOTAL))
         assert not any(server.count(key) for key in complete)
@@ -110,24 +100,24 @@ def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: st
 
 def test_indexes_of_other_ranks_are_taken_over_and_kept(kind: str, tmp_path: Path) -> None:
     url = write(tmp_path / "shards", shards(kind))
-    ours = closing(dataset(kind, url, cache=str(tmp_path / "ours"), transform=CROP))
+    ours = opened(kind, url, cache=tmp_path / "ours")
     read(ours)
     indexes = ours._streams().known_indexes()
     assert sorted(indexes) == list(range(len(COUNTS)))
-    theirs = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
+    theirs = opened(kind, url, cache=tmp_path / "theirs")
     damaged = {shard: index[:-1] + b"?" for shard, index in indexes.items()}
     theirs._streams().learn_indexes(damaged | {99: indexes[0]})
     with pytest.raises(TypeError):
         len(theirs)
     theirs._streams().learn_indexes(indexes)
     assert len(theirs) == TOTAL
-    worker = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
+    worker = opened(kind, url, cache=tmp_path / "theirs")
     assert len(worker) == TOTAL, "kept where this node's processes find them"
 
 
 def test_damaged_and_foreign_index_files_of_the_cache_are_not_used(kind: str, tmp_path: Path) -> None:
     url = write(tmp_path / "shards", shards(kind))
-    data = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
+    data = opened(kind, url, cache=tmp_path / "cache")
     read(data)
     data._flush_cache()
     data.close()
@@ -135,7 +125,7 @@ def test_damaged_and_foreign_index_files_of_the_cache_are_not_used(kind: str, tm
     assert len(kept) == len(COUNTS)
     kept[0].write_bytes(kept[1].read_bytes())
     kept[2].write_bytes(kept[2].read_bytes()[:-5])
-    again = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
+    again = opened(kind, url, cache=tmp_path / "cache")
     assert again._streams().must_stream()
     assert len(list((tmp_path / "cache" / "manifests").glob("*.places"))) < len(COUNTS)
     assert sorted(labels(read(again), LABEL[kind])) == list(range(TOTAL))
@@ -147,17 +137,15 @@ def test_damaged_and_foreign_index_files_of_the_cache_are_not_used(kind: str, tm
 
 def test_index_files_make_it_a_map_at_once(kind: str, tmp_path: Path) -> None:
     with FaultServer(shards(kind, index=True)) as server:
-        options = {"storage_options": server.options, "transform": CROP}
-        data = closing(dataset(kind, "s3://bucket", **options))
+        data = opened(kind, server)
         assert len(data) == TOTAL and data[-1][LABEL[kind]] == TOTAL - 1
         assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
         assert data._streams().must_stream(), "records of 2 KB, and no cache: streams cost fewer requests"
         assert sorted(labels(read(data, workers=7, ranks=2), LABEL[kind])) == list(range(TOTAL))
         counts = [len(labels(read_one(data, stream, 14), LABEL[kind])) for stream in range(14)]
         assert max(counts) - min(counts) <= 1, "ranges within shards: streams are equal within one"
-        beside = closing(dataset(kind, "s3://bucket", index=False, **options))
         with pytest.raises(TypeError):
-            len(beside)
+            len(opened(kind, server, index=False))
 
 
 def read_one(data: Any, number: int, streams: int) -> list[tuple[list[int], Any]]:
@@ -173,14 +161,14 @@ def test_index_files_elsewhere_or_of_other_shards(kind: str, tmp_path: Path) -> 
     url = write(tmp_path / "a", {key: body for key, body in objects.items() if not key.endswith(".idx")})
     places = {key: body for key, body in objects.items() if key.endswith(".idx")}
     index = write(tmp_path / "b", {key.replace(f".{kind}", ""): body for key, body in places.items()})
-    assert len(closing(dataset(kind, url, index=index, transform=CROP))) == TOTAL
+    assert len(opened(kind, url, index=index)) == TOTAL
     (tmp_path / "a" / f"part-000.{kind}.idx").write_bytes(places[f"part-002.{kind}.idx"])
     with pytest.raises(TypeError):
-        len(closing(dataset(kind, url, transform=CROP)))  # found beside them: not used, and a warning says so
+        len(opened(kind, url))  # found beside them: not used, and a warning says so
     with pytest.raises(ArgumentError, match="part-000"):
-        dataset(kind, url, index=True, transform=CROP)
+        dataset(kind, url, index=True)
     with pytest.raises(ArgumentError, match="holds no index file"):
-        dataset(kind, url, index=write(tmp_path / "c", {"x.idx": b""}), transform=CROP)
+        dataset(kind, url, index=write(tmp_path / "c", {"x.idx": b""}))
 
 
 # --- Guards have twins -------------------------------------------------------------------------------------
@@ -191,8 +179,7 @@ def test_cached_shards_are_not_read_again_unless_guard_removed(
     kind: str, removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FaultServer(shards(kind)) as server:
-        options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
-        data = closing(dataset(kind, "s3://bucket", **options))
+        data = opened(kind, server, cache=tmp_path / "cache")
         read(data)
         data._flush_cache()
         server.requests.clear()

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from fastload.datasets.views import StreamDataset
-from fastload.errors import (
-    ArgumentError,
-    ObjectChangedError,
-    StoreError,
-)
+from fastload.errors import ArgumentError, ObjectChangedError, StoreError
 from fastload.images.rng import sample_seed
 from fastload.store import failures
 from tests.faultserver import Fault, FaultServer
@@ -29,14 +25,12 @@ from tests.sharddata import (
     dataset,
     jpeg,
     labels,
+    opened,
     place_of,
     read,
     shards,
     write,
 )
-from tests.sharddata import close_all as close_all
-from tests.sharddata import kind as kind
-from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -49,7 +43,7 @@ def test_streams_give_every_record_once(
     kind: str, end: str, shuffle: bool, tmp_path: Path, small_pieces: None
 ) -> None:
     url = write(tmp_path, shards(kind, end=end))
-    data = closing(dataset(kind, f"{url}/*", transform=CROP, cycle_length=3, shuffle_buffer=50))
+    data = opened(kind, f"{url}/*", cycle_length=3, shuffle_buffer=50)
     assert isinstance(data._streams(), StreamDataset) and data._streams().must_stream()
     orders = []
     for workers, ranks in ((1, 1), (3, 2), (9, 1)):
@@ -73,7 +67,7 @@ def test_contents_are_those_of_the_files(kind: str, tmp_path: Path, small_pieces
         for sample in samples:
             number = int(sample[LABEL[kind]])
             assert sample[IMAGE[kind]] == jpeg(number)
-    fused = closing(dataset(kind, url, transform=CROP))
+    fused = opened(kind, url)
     seen = 0
     for ids, batch in read(fused):
         for row, one in enumerate(ids):
@@ -94,14 +88,10 @@ def test_a_state_goes_on_with_the_very_next_record(
     kind: str, end: str, cached: bool, tmp_path: Path, small_pieces: None
 ) -> None:
     url = write(tmp_path / "shards", shards(kind, end=end))
-    arguments: dict[str, Any] = {
-        "transform": CROP,
-        "cycle_length": 3,
-        "shuffle_buffer": 40,
-    }
+    arguments: dict[str, Any] = {"cycle_length": 3, "shuffle_buffer": 40}
     if cached:
-        arguments["cache"] = str(tmp_path / "cache")
-    data = closing(dataset(kind, f"{url}/*", **arguments))
+        arguments["cache"] = tmp_path / "cache"
+    data = opened(kind, f"{url}/*", **arguments)
     (start,) = data._streams().plan_streams(1, seed=7, epoch=2, shuffle=True, rank=0, ranks=1)
     stream = data._streams().open_stream(start)
     states, ids = [stream.state()], []
@@ -117,7 +107,7 @@ def test_a_state_goes_on_with_the_very_next_record(
         with pytest.raises(TypeError, match="not available"):  # `cancel` has let go of it
             data[ids[-1]]
     position = {json.dumps(state): number for number, state in enumerate(states)}
-    other = closing(dataset(kind, f"{url}/*", **arguments))
+    other = opened(kind, f"{url}/*", **arguments)
     for state in [*draw.sample(states, 6), states[0], states[-1]]:
         number = position[json.dumps(state)]
         resumed = other._streams().open_stream(state)
@@ -129,7 +119,7 @@ def test_a_state_goes_on_with_the_very_next_record(
         assert left == ids[len(ids) - len(left) :]
         assert len(left) == len(ids) - sum_before(states, number, data, start)
     with pytest.raises(ArgumentError, match="other shards"):
-        closing(dataset(kind, f"{url}/part-00[0-3]*", **arguments))._streams().open_stream(states[3])
+        opened(kind, f"{url}/part-00[0-3]*", **arguments)._streams().open_stream(states[3])
     for given in (-1, 1000):
         stream = other._streams().open_stream(states[3] | {"at": states[3]["at"] | {"given": given}})
         with pytest.raises(
@@ -197,22 +187,13 @@ def test_store_that_is_down_is_an_error_with_the_shard(kind: str, monkeypatch: p
             read(data)
 
 
-def opened(kind: str, server: FaultServer) -> Any:
-    return closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
-
-
 def test_a_complete_shard_is_asked_for_once(kind: str, small_pieces: None) -> None:
     """Each range once; together they are the shard."""
     with FaultServer(shards(kind)) as server:
-        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
-        read(data)
+        read(opened(kind, server))
         for key, body in server.objects.items():
-            spans = sorted(
-                tuple(map(int, request.headers["range"].removeprefix("bytes=").split("-")))
-                for request in server.requests
-                if request.method == "GET" and request.key == key
-            )
-            edges = [0] + [stop + 1 for _, stop in spans]
+            spans = sorted(server.spans(key))
+            edges = [0] + [stop for _, stop in spans]
             assert [first for first, _ in spans] == edges[:-1]
             # Padding behind a tar's end mark is not read.
             assert edges[-1] == len(body) or (kind == "tar" and not any(body[edges[-1] - 1024 :]))

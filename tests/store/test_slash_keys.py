@@ -7,21 +7,11 @@ from typing import Any
 import pytest
 
 from fastload.errors import NotFoundError, StoreError
-from fastload.store import Store, open_store
+from fastload.store import open_store
 from fastload.store.base import ObjectInfo
 from fastload.store.workarounds import SlashKeys
 from tests.faultserver import LIST, FaultServer
-
-CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
-clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
-
-
-def sizes(store: Store) -> dict[str, int]:
-    infos = [info for page in store.list() for info in page]
-    found = {info.key: info.size for info in infos}
-    assert len(found) == len(infos), "a key was listed twice"
-    return found
-
+from tests.storedata import clients, sizes
 
 EMPTY_MARKERS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
     "beside an object": ({"p/": b"", "p": b"four"}, {"p": 4}),

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from fastload.cli.demo.s3_server import S3Server, serve_s3
+from fastload.cli.demo.s3_server import S3Server
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -28,88 +26,29 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
-from fastload.store import ObjectInfo, Store, failures, open_store, options
 from fastload.store import fsspec as s3fs_store
 from fastload.store import object_store as native
+from fastload.store import open_store, options
+from tests.commands import script
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE
+from tests.storedata import BODY, CANARY, CLIENTS, clients, listed, sizes
 
-CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
-CLIENT_NAMES = ["obstore", "s3fs"]
 KEY = "403 a.jpg"  # must not be taken for a status
-BODY = bytes(range(256)) * 800  # 204,800 bytes
-CANARY = "canarySECRETcanary0123456789"
-
-clients = pytest.mark.parametrize("client", CLIENTS, ids=CLIENT_NAMES)
+OBJECTS = {KEY: BODY}
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
-
-
-def everything(store: Store) -> dict[str, ObjectInfo]:
-    infos = [info for page in store.list() for info in page]
-    found = {info.key: info for info in infos}
-    assert len(found) == len(infos), "a key was listed twice"
-    return found
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent server is left after seconds, and asked again at once."""
-    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=60, first=0.01, longest=0.5))
-    client = {"connect_timeout": "3s", "read_timeout": "3s", "timeout": "30s"}
-    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
-    few["backoff"] = {
-        "init_backoff": timedelta(milliseconds=5),
-        "max_backoff": timedelta(seconds=1),
-        "base": 2,
-    }
-    monkeypatch.setattr(native, "_LISTER", {"client": client, "retry": few})
-    monkeypatch.setattr(native, "_READER", {**native._READER, "client": client})
-    s3fs = pytest.importorskip("s3fs")
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 3)
-
-
-@pytest.fixture
-def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds, not minutes, until it is enough."""
-    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=1, first=0.01, longest=0.5))
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server with one object in `s3://bucket/pre/`."""
-    root = tmp_path_factory.mktemp("s3")
-    (root / "bucket" / "pre").mkdir(parents=True)
-    (root / "bucket" / "pre" / "a b.jpg").write_bytes(b"a b" * 100)
-    with serve_s3(root) as server:
-        yield server
 
 
 # --- Keys ---------------------------------------------------------------------------------------------------
 
-ODD_KEYS = [
-    "+",
-    "%",
-    "#",
-    "?",
-    "a%2Fb",
-    "a//b",
-    "/lead",
-    "../up",
-    "x/../y",
-    "./z",
-    "..",
-    "\\",
-    "tab\tkey",
-    "k" * 1024,
-    "🦊",
-]
 REFUSED_BY_OBSTORE = {"a//b", "/lead", "../up", "x/../y", "./z", "..", "tab\tkey"}
+ODD_KEYS = [*REFUSED_BY_OBSTORE, "+", "%", "#", "?", "a%2Fb", "\\", "k" * 1024, "🦊"]
 
 
 def test_every_key_by_s3fs() -> None:
     with FaultServer({key: key.encode() for key in ODD_KEYS}, page_size=4) as server:
         store = open_store("s3://bucket", **server.options, client="s3fs")
-        assert sorted(everything(store)) == sorted(ODD_KEYS)
+        assert sorted(listed(store)) == sorted(ODD_KEYS)
         for key in ODD_KEYS:
             assert store.read(key, server.etag(key)) == key.encode()
 
@@ -125,10 +64,10 @@ def test_every_key_by_obstore_is_read_or_refused() -> None:
                 store.read(key)
             assert caught.value.key == key
         with pytest.raises(StoreError, match=r"a//b|\.\.|tab"):
-            everything(store)
+            listed(store)
         for key in REFUSED_BY_OBSTORE:
             del server.objects[key]
-        assert sorted(everything(store)) == sorted(good)
+        assert sorted(listed(store)) == sorted(good)
 
 
 @pytest.mark.parametrize("kind", ["path", "memory"])
@@ -137,7 +76,7 @@ def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
     (tmp_path / "root" / "in").mkdir(parents=True)
     fsspec.filesystem("memory").pipe({"/secret": b"outside", "/root/in/x": b"x"})
     store = open_store(tmp_path / "root" if kind == "path" else "memory://root")
-    for key in [
+    for key in (
         "../secret",
         "in/../../secret",
         "/secret",
@@ -145,7 +84,7 @@ def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
         "./../secret",
         "..",
         ".",
-    ]:
+    ):
         for read in (store.head, store.read, lambda key: store.read_range(key, 0, 3)):
             with pytest.raises(NotFoundError):
                 read(key)
@@ -162,23 +101,11 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "root" / "fifo")
     Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
     store = open_store(tmp_path / "root")
-    assert {key: info.size for key, info in everything(store).items()} == {
-        "link/linked": 1,
-        "line\nbreak": 2,
-        "latin\udce9": 3,
-    }
+    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3}
     assert store.read("latin\udce9") == b"333"
 
 
 # --- Listing ------------------------------------------------------------------------------------------------
-
-
-@clients
-def test_markers_go_and_empty_objects_stay(client: dict[str, Any]) -> None:
-    objects = {"p/": b"", "p/a/": b"", "p/a/x": b"1", "p/empty": b"", "p/b/": b"", "px/y": b"2", "p": b"3"}
-    with FaultServer(objects) as server:
-        store = open_store("s3://bucket/p/", **server.options, **client)
-        assert {key: info.size for key, info in everything(store).items()} == {"a/x": 1, "empty": 0}
 
 
 @clients
@@ -188,9 +115,7 @@ def test_pages_and_a_page_that_fails(client: dict[str, Any], monkeypatch: pytest
     with FaultServer(objects, page_size=7) as server:
         server.script(LIST, None, None, None, Fault(status=503, code="SlowDown"), Fault(reset_after=100))
         store = open_store("s3://bucket", **server.options, **client)
-        assert {key: info.size for key, info in everything(store).items()} == {
-            key: len(body) for key, body in objects.items()
-        }
+        assert sizes(store) == {key: len(body) for key, body in objects.items()}
         assert server.count(LIST) == 1 + 8 + 2  # the contact, eight pages, two of them asked for again
 
 
@@ -200,7 +125,7 @@ def test_a_page_that_never_comes_is_an_error_not_an_end(client: dict[str, Any], 
         server.script(LIST, None, None, None, Fault(status=500), repeat=True)
         store = open_store("s3://bucket", **server.options, **client)
         with pytest.raises(StoreError) as caught:
-            everything(store)
+            listed(store)
         assert caught.value.stage == "list"
 
 
@@ -233,102 +158,98 @@ REFUSED = {
 }
 
 
-@pytest.fixture
-def faults() -> Iterator[FaultServer]:
-    with FaultServer({KEY: BODY}) as server:
-        yield server
-
-
 @clients
 @pytest.mark.parametrize("name", RECOVERED)
 def test_faults_that_retries_help(
-    name: str, client: dict[str, Any], faults: FaultServer, impatient: None
+    name: str, client: dict[str, Any], server: FaultServer, impatient: None
 ) -> None:
-    faults.script(KEY, *RECOVERED[name])
-    store = open_store("s3://bucket", **faults.options, **client)
-    assert bytes(store.read(KEY, faults.etag(KEY), len(BODY))) == BODY
+    server.script(KEY, *RECOVERED[name])
+    store = open_store("s3://bucket", **server.options, **client)
+    assert bytes(store.read(KEY, server.etag(KEY), len(BODY))) == BODY
     if name != "slow":
-        assert faults.count(KEY) == 1 + len(RECOVERED[name])
+        assert server.count(KEY) == 1 + len(RECOVERED[name])
 
 
 @clients
 @pytest.mark.parametrize("name", REFUSED)
 def test_faults_that_are_errors(
-    name: str, client: dict[str, Any], faults: FaultServer, gives_up: None
+    name: str, client: dict[str, Any], server: FaultServer, gives_up: None
 ) -> None:
     fault, expected = REFUSED[name]
-    faults.script(KEY, fault, repeat=True)
-    store = open_store("s3://bucket", **faults.options, **client)
+    server.script(KEY, fault, repeat=True)
+    store = open_store("s3://bucket", **server.options, **client)
     start = time.monotonic()
     with pytest.raises(expected, match=r"403 a\.jpg") as caught:
-        store.read(KEY, faults.etag(KEY), len(BODY))
+        store.read(KEY, server.etag(KEY), len(BODY))
     assert type(caught.value) is expected
     assert time.monotonic() - start < 20
     assert caught.value.key == KEY and caught.value.stage == "get"
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
     if expected in (AccessDeniedError, NotFoundError, ObjectChangedError):
-        assert faults.count(KEY) == 1, "asking again could not help"
+        assert server.count(KEY) == 1, "asking again could not help"
 
 
 @clients
 def test_a_resumed_read_never_mixes_versions(
-    client: dict[str, Any], faults: FaultServer, gives_up: None
+    client: dict[str, Any], server: FaultServer, gives_up: None
 ) -> None:
-    etag = faults.etag(KEY)
-    faults.script(KEY, Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
-    store = open_store("s3://bucket", **faults.options, **client)
+    etag = server.etag(KEY)
+    server.script(KEY, Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
+    store = open_store("s3://bucket", **server.options, **client)
     with pytest.raises(StoreError):
         store.read(KEY, etag, len(BODY))
 
 
 @clients
 @pytest.mark.parametrize("honoured", [True, False], ids=["412", "server ignores If-Match"])
-def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultServer, honoured: bool) -> None:
-    faults.honours_if_match = honoured
-    store = open_store("s3://bucket", **faults.options, **client)
+def test_versions_travel_with_every_read(client: dict[str, Any], server: FaultServer, honoured: bool) -> None:
+    server.honours_if_match = honoured
+    store = open_store("s3://bucket", **server.options, **client)
     old = store.head(KEY)
     assert bytes(store.read_range(KEY, 1000, 2000, old.version)) == BODY[1000:2000]
-    faults.objects[KEY] = bytes(len(BODY))
+    server.objects[KEY] = bytes(len(BODY))
     for read in (
         lambda: store.read(KEY, old.version, old.size),
         lambda: store.read_range(KEY, 1000, 2000, old.version),
     ):
         with pytest.raises(ObjectChangedError, match=r"403 a\.jpg"):
             read()
-    reads = [request for request in faults.requests if request.method == "GET"]
+    reads = [request for request in server.requests if request.method == "GET"]
     assert {request.headers.get("if-match") for request in reads} == {f'"{old.version}"'}
 
 
 @pytest.mark.stress
 @clients
 def test_guard_removed_wrong_bytes_come_through(
-    client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+    client: dict[str, Any], server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above would fail without `check_version` and `check_length`."""
     module = s3fs_store if client else native
     monkeypatch.setattr(module, "check_version", lambda *arguments: None)
     monkeypatch.setattr(module, "check_length", lambda *arguments: None)
-    store = open_store("s3://bucket", **faults.options, **client)
+    store = open_store("s3://bucket", **server.options, **client)
     listed = store.head(KEY)
-    faults.script(KEY, Fault(body=b""))
+    server.script(KEY, Fault(body=b""))
     assert bytes(store.read(KEY, listed.version, listed.size)) == b""
-    faults.honours_if_match = False
-    faults.objects[KEY] = bytes(len(BODY))
+    server.honours_if_match = False
+    server.objects[KEY] = bytes(len(BODY))
     assert bytes(store.read(KEY, listed.version, listed.size)) == bytes(len(BODY))
 
 
 @clients
-@pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
-def test_another_region_is_said(code: str, client: dict[str, Any], faults: FaultServer) -> None:
-    faults.script(KEY, Fault(status=301 if code == "PermanentRedirect" else 400, code=code), repeat=True)
+@pytest.mark.parametrize(
+    ("status", "code"), [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")]
+)
+def test_another_region_is_said(status: int, code: str, client: dict[str, Any], server: FaultServer) -> None:
+    server.script(KEY, Fault(status=status, code=code), repeat=True)
     with pytest.raises(StoreError, match="set region="):
-        open_store("s3://bucket", **faults.options, **client).read(KEY)
+        open_store("s3://bucket", **server.options, **client).read(KEY)
 
 
 @clients
-def test_ranges_past_the_end(client: dict[str, Any], faults: FaultServer) -> None:
-    store = open_store("s3://bucket", **faults.options, **client)
+def test_ranges_past_the_end(client: dict[str, Any], server: FaultServer) -> None:
+    store = open_store("s3://bucket", **server.options, **client)
     with pytest.raises(StoreError, match=r"403 a\.jpg"):
         store.read_range(KEY, 10, len(BODY) + 1)
     for start, stop in [(-1, 5), (5, 4)]:
@@ -367,7 +288,7 @@ def test_first_contact_fails_soon_and_in_words(
     store = open_store(url, **{**s3.options, **changes}, **client)
     start = time.monotonic()
     with pytest.raises(expected, match=words) as caught:
-        everything(store)
+        listed(store)
     assert time.monotonic() - start < 10
     assert caught.value.stage == "list"
     assert CANARY not in str(caught.value) and s3.options["secret"] not in str(caught.value)
@@ -383,7 +304,7 @@ def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
         start = time.monotonic()
         words = r"^\[list\] no credentials found.*AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True"
         with pytest.raises(StoreError, match=words) as caught:
-            everything(store)
+            listed(store)
         assert time.monotonic() - start < 10
         assert type(caught.value) is AccessDeniedError
 
@@ -392,14 +313,14 @@ def test_no_credentials_for_s3fs(s3: S3Server, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     store = open_store("s3://bucket", endpoint_url=s3.endpoint_url, client="s3fs")
     with pytest.raises(AccessDeniedError, match=r"^\[list\] no credentials found.*anon=True"):
-        everything(store)
+        listed(store)
 
 
 @clients
 def test_the_stores_refusal_is_its_code_and_message(client: dict[str, Any], s3: S3Server) -> None:
     store = open_store("s3://bucket", **{**s3.options, "secret": CANARY}, **client)
     with pytest.raises(AccessDeniedError, match="The request signature we calculated does not") as caught:
-        everything(store)
+        listed(store)
     assert "<" not in str(caught.value).replace("<query>", "")
 
 
@@ -447,15 +368,15 @@ def test_wrong_arguments_are_found_at_once(url: Any, given: dict[str, Any], word
     assert CANARY not in str(caught.value)
 
 
-def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
-    store = open_store(f"{faults.endpoint_url}/bucket")
+def test_http_is_read_but_not_listed(server: FaultServer) -> None:
+    store = open_store(f"{server.endpoint_url}/bucket")
     info = store.head(KEY)
     assert bytes(store.read(KEY, info.version, info.size)) == BODY
     assert bytes(store.read_range(KEY, 5, 10, info.version)) == BODY[5:10]
     with pytest.raises(NotFoundError, match="nope"):
         store.read("nope")
     with pytest.raises(ArgumentError, match="no listing"):
-        everything(store)
+        listed(store)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +392,7 @@ def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
 )
 def test_http_without_a_listing_says_what_to_open(url: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as caught:
-        everything(open_store(url))
+        listed(open_store(url))
     assert f"take keys=, and datasets of shards a list of URLs, or '{url.rstrip('/')}/{{" in str(caught.value)
 
 
@@ -492,29 +413,26 @@ def test_a_directory_that_is_not_there_may_be_meant_as_a_bucket(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NotFoundError, match=words):
-        everything(open_store(path))
+        listed(open_store(path))
 
 
-def test_google_by_endpoint(faults: FaultServer) -> None:
-    store = open_store("gs://bucket", endpoint_url=faults.endpoint_url, token="anon")
-    info = everything(store)[KEY]
+def test_google_and_azure_by_endpoint(server: FaultServer) -> None:
+    store = open_store("gs://bucket", endpoint_url=server.endpoint_url, token="anon")
+    info = listed(store)[KEY]
     assert bytes(store.read(KEY, info.version, info.size)) == BODY
-    assert store.identity == f"gs|{faults.endpoint_url}|bucket|"
+    assert store.identity == f"gs|{server.endpoint_url}|bucket|"
+    store = open_store("az://bucket", endpoint_url=server.endpoint_url, anon=True, account_name="account")
+    assert bytes(store.read(KEY, server.etag(KEY))) == BODY
 
 
-def test_azure_by_endpoint(faults: FaultServer) -> None:
-    store = open_store("az://bucket", endpoint_url=faults.endpoint_url, anon=True, account_name="account")
-    assert bytes(store.read(KEY, faults.etag(KEY))) == BODY
-
-
-def test_every_request_to_a_requester_pays_bucket_says_who_pays(faults: FaultServer) -> None:
-    options = {"endpoint_url": faults.endpoint_url, "key": "key", "secret": "secret", "requester_pays": True}
+def test_every_request_to_a_requester_pays_bucket_says_who_pays(server: FaultServer) -> None:
+    options = {"endpoint_url": server.endpoint_url, "key": "key", "secret": "secret", "requester_pays": True}
     store = open_store("s3://bucket", **options)
-    info = everything(store)[KEY]
+    info = listed(store)[KEY]
     store.head(KEY)
     store.read(KEY, info.version, info.size)
-    assert len(faults.requests) >= 3
-    assert {request.headers.get("x-amz-request-payer") for request in faults.requests} == {"requester"}
+    assert len(server.requests) >= 3
+    assert {request.headers.get("x-amz-request-payer") for request in server.requests} == {"requester"}
 
 
 # --- Options and credentials --------------------------------------------------------------------------------
@@ -557,32 +475,28 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_given_keys_are_not_sent_with_the_environments_token(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY)
-    open_store("s3://bucket", **faults.options).read(KEY)
-    assert "x-amz-security-token" not in faults.requests[-1].headers
-    assert "fault-access-key" in faults.requests[-1].headers["authorization"]
+    open_store("s3://bucket", **server.options).read(KEY)
+    assert "x-amz-security-token" not in server.requests[-1].headers
+    assert "fault-access-key" in server.requests[-1].headers["authorization"]
 
 
 def test_endpoint_and_anonymous_from_environment(
-    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", faults.endpoint_url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
     for client in CLIENTS:
         store = open_store("s3://bucket", anon=True, **client)
         assert bytes(store.read(KEY)) == BODY
-        assert "authorization" not in faults.requests[-1].headers
-        assert store.identity == f"s3|{faults.endpoint_url}|bucket|"
+        assert "authorization" not in server.requests[-1].headers
+        assert store.identity == f"s3|{server.endpoint_url}|bucket|"
 
 
 def test_a_bucket_as_host_name() -> None:
-    given = {"endpoint_url": "https://obs.example.com", "virtual_hosted_style_request": True, "anon": True}
-    assert options.s3(given, "b").config["endpoint"] == "https://b.obs.example.com"
-
-
-def test_a_slash_behind_the_endpoint_begins_no_key() -> None:
-    for endpoint in ("https://obs.example.com/", "https://b.obs.example.com/"):
+    """A slash behind it begins no key."""
+    for endpoint in ("https://obs.example.com", "https://obs.example.com/", "https://b.obs.example.com/"):
         given = {"endpoint_url": endpoint, "virtual_hosted_style_request": True, "anon": True}
         assert options.s3(given, "b").config["endpoint"] == "https://b.obs.example.com"
 
@@ -625,12 +539,12 @@ def test_a_web_server_that_knows_no_ranges(tmp_path: Path) -> None:
         def log_message(self, *arguments: Any) -> None: ...
 
     (tmp_path / "a").write_bytes(BODY)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        store = open_store(f"http://127.0.0.1:{server.server_port}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        store = open_store(f"http://127.0.0.1:{running.server_port}")
         for start, stop in ((0, 10), (5, 100), (len(BODY) - 3, len(BODY))):
             assert bytes(store.read_range("a", start, stop)) == BODY[start:stop]
-        server.shutdown()
+        running.shutdown()
 
 
 @pytest.mark.parametrize("version", ["", 'W/"x'])
@@ -647,7 +561,7 @@ def test_nothing_shows_a_secret(s3: S3Server, gives_up: None) -> None:
             "s3://bucket/pre", **{**s3.options, "secret": CANARY, "token": CANARY + "t"}, **extra
         )
         shown += [repr(store), str(store), store.url, store.identity]
-        for call, arguments in ((everything, (store,)), (store.head, ("x",)), (store.read, ("x",))):
+        for call, arguments in ((listed, (store,)), (store.head, ("x",)), (store.read, ("x",))):
             with pytest.raises(StoreError) as caught:
                 call(*arguments)
             shown += [str(caught.value), repr(caught.value), repr(caught.value.__dict__)]
@@ -667,26 +581,12 @@ def test_nothing_shows_a_secret(s3: S3Server, gives_up: None) -> None:
 # --- Processes ----------------------------------------------------------------------------------------------
 
 
-def _ran(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = (
-        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import open_store\n"
-        "from fastload.store.client_process import keep_clients_here\n" + body
-    )
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-
-
-def _script(body: str, *arguments: str) -> str:
-    result = _ran(body, *arguments)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-FORKED = """
+FORKED = (
+    f"KEY = {KEY!r}"
+    + """
+import os, sys, signal
+from fastload.store import open_store
+from fastload.store.client_process import keep_clients_here
 options = {"key": "k" * 8, "secret": "s" * 8, "endpoint_url": sys.argv[1]}
 if sys.argv[2]: options["client"] = sys.argv[2]
 store = open_store("s3://bucket", **options)
@@ -703,18 +603,19 @@ if pid == 0:
     os._exit(0)
 print(os.waitpid(pid, 0)[1])
 """
+)
 
 
 @pytest.mark.parametrize("before", ["", "read"])
 @pytest.mark.parametrize("client", ["", "s3fs"])
 def test_a_forked_child_reads_whether_or_not_its_parent_has(
-    client: str, before: str, faults: FaultServer
+    client: str, before: str, server: FaultServer
 ) -> None:
-    assert _script(FORKED, faults.endpoint_url, client, before).split() == [str(len(BODY)), "0"]
+    assert script(FORKED, server.endpoint_url, client, before).split() == [str(len(BODY)), "0"]
 
 
-def test_a_fork_of_a_process_that_keeps_its_client_is_an_error_not_a_hang(faults: FaultServer) -> None:
-    said = _script(FORKED, faults.endpoint_url, "", "kept")
+def test_a_fork_of_a_process_that_keeps_its_client_is_an_error_not_a_hang(server: FaultServer) -> None:
+    said = script(FORKED, server.endpoint_url, "", "kept")
     assert "StoreError" in said and "forkserver" in said and said.endswith("0\n")
 
 
@@ -722,7 +623,7 @@ _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
 @pytest.mark.stress
-def test_guard_removed_that_fork_would_hang(faults: FaultServer) -> None:
+def test_guard_removed_that_fork_would_hang(server: FaultServer) -> None:
     """The same script without the record of use dies by its alarm.
 
     Or its parent does. The two share an epoll instance; what a new connection of the child announces there is
@@ -732,11 +633,13 @@ def test_guard_removed_that_fork_would_hang(faults: FaultServer) -> None:
         "pid = os.fork()",
         "from fastload.store.object_store import obstore_in_use as used; used.drop(); pid = os.fork()",
     )
-    result = _ran(unguarded.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
+    command = [sys.executable, "-W", "error", "-c", unguarded.replace("alarm(20)", "alarm(3)")]
+    command += [server.endpoint_url, "", "kept"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.stdout.split() == ["14"] or result.returncode in _CRASHES, result
 
 
-def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_one_client(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     built: list[int] = []
@@ -748,7 +651,7 @@ def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(native.NativeStore, "_client", counted)
     monkeypatch.setattr(native.NativeStore, "_built", lambda _: built, raising=False)
-    store = open_store("s3://bucket", **faults.options)
+    store = open_store("s3://bucket", **server.options)
     with ThreadPoolExecutor(16) as pool:
         bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))
     (where,) = store._attempt("_built")

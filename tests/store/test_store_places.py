@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import tarfile
 import threading
 import zipfile
@@ -21,15 +19,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import fastload
 from fastload.errors import ArgumentError, ObjectChangedError, StoreError
-from fastload.store import ObjectInfo, Store, open_store
+from fastload.store import open_store
 from fastload.store.listing import list_objects
+from tests.commands import script
 from tests.faultserver import FaultServer
-from tests.patience import PATIENCE
+from tests.storedata import CANARY, CLIENTS, clients, listed
 
-CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
-CANARY = "canarySECRETcanary0123456789"
-
-clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
+OBJECTS = {"x": b"there"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +73,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
     return Hub
 
 
-def listed(store: Store) -> dict[str, ObjectInfo]:
-    return {info.key: info for page in store.list() for info in page}
-
-
 # --- Which place: file systems of fsspec --------------------------------------------------------------------
 
 PLACES: list[dict[str, Any]] = [
@@ -107,35 +99,27 @@ def test_file_systems_with_other_options_are_other_places(hub: type[Hub]) -> Non
     assert len({open_store(f"hub://{path}", repo="x").identity for path in ("data", "data2")}) == 2
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"timeout": 3, "retries": 9, "block_size": 1, "use_listings_cache": False},
-        {
-            "token": CANARY,
-            "account_key": CANARY,
-            "password": CANARY,
-            "sas_token": CANARY,
-            "auth": ("u", CANARY),
-        },
-        {"client_kwargs": {"aws_secret_access_key": CANARY, "region_name": "r"}},
-        {"endpoint": f"https://user:{CANARY}@one.example"},
-        {"endpoint": f"https://one.example?sig={CANARY}"},
+SECRETS = dict.fromkeys(("token", "account_key", "password", "sas_token"), CANARY)
+AMAZON = {"aws_secret_access_key": CANARY, "region_name": "r"}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"timeout": 3, "retries": 9, "block_size": 1, "use_listings_cache": False}, {}),
+    ({**SECRETS, "auth": ("u", CANARY)}, {}),
+    ({"client_kwargs": AMAZON}, {"client_kwargs": AMAZON | {"aws_secret_access_key": "another"}}),
+    ({"endpoint": f"https://user:{CANARY}@one.example"}, {"endpoint": "https://one.example"}),
+    ({"endpoint": f"https://one.example?sig={CANARY}"}, {"endpoint": "https://one.example?sig=another"}),
+    (
         {"connection_string": f"Account=one;AccountKey={CANARY}"},
-        {"port": "2101"},
-        {"repo": None},
-    ],
-    ids=lambda others: next(iter(others)),
-)
-def test_options_that_are_secret_or_no_place_leave_the_identity(others: Any, hub: type[Hub]) -> None:
-    same: dict[str, Any] = {
-        "client_kwargs": {"client_kwargs": {"region_name": "r", "aws_secret_access_key": "another"}},
-        "endpoint": {"endpoint": "https://one.example"},
-        "connection_string": {"connection_string": "Account=one;AccountKey=another"},
-        "port": {"port": 2101},
-    }.get(next(iter(others)), {})
-    if CANARY in str(others.get("endpoint")) and "sig=" in others["endpoint"]:
-        same = {"endpoint": "https://one.example?sig=another"}
+        {"connection_string": "Account=one;AccountKey=another"},
+    ),
+    ({"port": "2101"}, {"port": 2101}),
+    ({"repo": None}, {}),
+]
+
+
+@pytest.mark.parametrize(("others", "same"), ALIKE, ids=lambda options: next(iter(options), ""))
+def test_options_that_are_secret_or_no_place_leave_the_identity(
+    others: dict[str, Any], same: dict[str, Any], hub: type[Hub]
+) -> None:
     store = open_store("hub://data", **others)
     assert store.identity == open_store("hub://data", **same).identity
     assert not store.unidentified
@@ -149,27 +133,18 @@ def test_the_identity_of_a_file_system_is_the_same_in_every_process(hub: type[Hu
         "fsspec.register_implementation('hub', MemoryFileSystem)\n"
         f"from fastload.store import open_store; print(open_store('hub://data', **{options!r}).identity)"
     )
-    found = set()
-    for seed in ("1", "2", "3"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=environment
-        )
-        assert result.returncode == 0, result.stderr
-        found.add(result.stdout.split("|")[1])
+    said = [script(code, environment=os.environ | {"PYTHONHASHSEED": seed}) for seed in "12"]
     here = open_store("hub://data", **dict(reversed(options.items()))).identity
-    assert found == {here.split("|")[1]}
+    assert {one.split("|")[1] for one in said} == {here.split("|")[1]}
 
 
 def test_fsspecs_own_configuration_says_the_place_too(
     hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = {"endpoint": "https://one.example"}
     plain = open_store("hub://data").identity
-    monkeypatch.setitem(fsspec.config.conf, "hub", {"endpoint": "https://one.example"})
-    assert (
-        open_store("hub://data").identity == open_store("hub://data", endpoint="https://one.example").identity
-    )
-    assert open_store("hub://data").identity != plain
+    monkeypatch.setitem(fsspec.config.conf, "hub", options)
+    assert plain != open_store("hub://data").identity == open_store("hub://data", **options).identity
 
 
 def test_two_repositories_chosen_by_options_share_no_cache(hub: type[Hub], tmp_path: Path) -> None:
@@ -280,9 +255,7 @@ def test_shards_without_versions_are_read_and_not_cached(hub: type[Hub], tmp_pat
             batches = fastload.DataLoader(dataset, batch_size=None, num_workers=0)
             assert [sample["txt"] for sample in batches] == [body.decode()]
         dataset.close()
-    assert not list((tmp_path / "cache").rglob("*.manifest")) and not list(
-        (tmp_path / "cache").rglob("*.places")
-    )
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".manifest", ".places")]
 
 
 def test_a_zip_archive_has_checksums_for_versions(tmp_path: Path) -> None:
@@ -400,30 +373,33 @@ def test_answers_without_the_etag_that_was_listed_are_refused_in_words(client: d
 @clients
 @pytest.mark.parametrize("where", ["profile", "services", "environment", "services before profile"])
 def test_an_endpoint_of_a_profile_is_part_of_the_identity(
-    where: str, client: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str,
+    client: dict[str, Any],
+    server: FaultServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with FaultServer({"x": b"there"}) as server:
-        url = server.endpoint_url
-        settings = {
-            "profile": f"endpoint_url = {url}\n",
-            "services": f"services = mine\n[services mine]\ns3 =\n  endpoint_url = {url}\n",
-            "environment": "endpoint_url = http://127.0.0.1:1\n",
-            "services before profile": "endpoint_url = http://127.0.0.1:1\nservices = mine\n"
-            f"[services mine]\ns3 =\n  endpoint_url = {url}\nsqs =\n  endpoint_url = http://127.0.0.1:2\n",
-        }[where]
-        (tmp_path / "config").write_text(f"[profile dev]\nregion = us-east-1\n{settings}")
-        (tmp_path / "credentials").write_text(
-            "[dev]\naws_access_key_id = kkkkkk\naws_secret_access_key = ssssss\n"
-        )
-        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-        if where == "environment":
-            monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        stores = [open_store("s3://bucket/p", profile="dev", **client)]
-        monkeypatch.setenv("AWS_PROFILE", "dev")
-        stores.append(open_store("s3://bucket/p", **client))
-        assert {store.identity for store in stores} == {f"s3|{url}|bucket|p"}
-        assert bytes(open_store("s3://bucket", profile="dev", **client).read("x")) == b"there"
+    url = server.endpoint_url
+    settings = {
+        "profile": f"endpoint_url = {url}\n",
+        "services": f"services = mine\n[services mine]\ns3 =\n  endpoint_url = {url}\n",
+        "environment": "endpoint_url = http://127.0.0.1:1\n",
+        "services before profile": "endpoint_url = http://127.0.0.1:1\nservices = mine\n"
+        f"[services mine]\ns3 =\n  endpoint_url = {url}\nsqs =\n  endpoint_url = http://127.0.0.1:2\n",
+    }[where]
+    (tmp_path / "config").write_text(f"[profile dev]\nregion = us-east-1\n{settings}")
+    (tmp_path / "credentials").write_text(
+        "[dev]\naws_access_key_id = kkkkkk\naws_secret_access_key = ssssss\n"
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    if where == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    stores = [open_store("s3://bucket/p", profile="dev", **client)]
+    monkeypatch.setenv("AWS_PROFILE", "dev")
+    stores.append(open_store("s3://bucket/p", **client))
+    assert {store.identity for store in stores} == {f"s3|{url}|bucket|p"}
+    assert bytes(open_store("s3://bucket", profile="dev", **client).read("x")) == b"there"
 
 
 @pytest.mark.parametrize(
@@ -435,16 +411,15 @@ def test_an_endpoint_of_a_profile_is_part_of_the_identity(
     ],
 )
 def test_an_endpoint_of_the_environment_is_part_of_the_identity(
-    name: str, url: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, url: str, options: dict[str, Any], server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FaultServer({"x": b"there"}) as server:
-        monkeypatch.setenv(name, server.endpoint_url)
-        store = open_store(url, **options)
-        assert server.endpoint_url in store.identity
-        assert bytes(store.read("x")) == b"there"
+    monkeypatch.setenv(name, server.endpoint_url)
+    store = open_store(url, **options)
+    assert server.endpoint_url in store.identity
+    assert bytes(store.read("x")) == b"there"
 
 
-def test_an_endpoint_that_boto_is_told_to_ignore_is_ignored(
+def test_an_endpoint_that_boto_is_told_to_ignore_is_ignored_and_one_of_fsspecs_configuration_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:1\n")
@@ -452,13 +427,8 @@ def test_an_endpoint_that_boto_is_told_to_ignore_is_ignored(
     assert open_store("s3://b", client="s3fs").identity == "s3|http://127.0.0.1:1|b|"
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     assert open_store("s3://b", client="s3fs").identity == "s3||b|"
-
-
-def test_an_endpoint_of_fsspecs_configuration_is_part_of_s3fss_identity(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.1:1"})
-    assert open_store("s3://b", client="s3fs").identity == "s3|http://127.0.0.1:1|b|"
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://127.0.0.1:2"})
+    assert open_store("s3://b", client="s3fs").identity == "s3|http://127.0.0.1:2|b|"
 
 
 WITH_USER = f"http://someuser:{CANARY}@127.0.0.1:9"
@@ -511,15 +481,14 @@ def _give_up(error: StoreError, seconds: float) -> None:
     raise error
 
 
-def test_a_user_in_an_http_url_is_sent_and_shown_nowhere() -> None:
-    with FaultServer({"x": b"there"}) as server:
-        base = server.endpoint_url.replace("http://", f"http://some%40user:{CANARY}@")
-        store = open_store(f"{base}/bucket")
-        assert bytes(store.read("x")) == b"there"
-        sent = b64decode(server.requests[-1].headers["authorization"].removeprefix("Basic "))
-        assert sent.decode() == f"some@user:{CANARY}"
-        assert store.identity == open_store(f"{server.endpoint_url}/bucket").identity
-        assert CANARY not in repr(vars(store)["_location"]) + store.url + repr(store)
+def test_a_user_in_an_http_url_is_sent_and_shown_nowhere(server: FaultServer) -> None:
+    base = server.endpoint_url.replace("http://", f"http://some%40user:{CANARY}@")
+    store = open_store(f"{base}/bucket")
+    assert bytes(store.read("x")) == b"there"
+    sent = b64decode(server.requests[-1].headers["authorization"].removeprefix("Basic "))
+    assert sent.decode() == f"some@user:{CANARY}"
+    assert store.identity == open_store(f"{server.endpoint_url}/bucket").identity
+    assert CANARY not in repr(vars(store)["_location"]) + store.url + repr(store)
 
 
 def test_a_secret_in_nested_options_is_in_no_message() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,47 +13,16 @@ from typing import Any
 import fsspec.implementations.local
 import pytest
 
-from fastload.cli.demo.s3_server import S3Server, serve_s3
+from fastload.cli.demo.s3_server import S3Server
 from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
 from fastload.store import Store, failures, open_store
 from fastload.store import object_store as native
+from tests.commands import script
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
+from tests.storedata import BODY, clients, sizes
 
 KINDS = ["obstore", "s3fs", "path", "memory"]
-BODY = bytes(range(256)) * 800  # 204,800 bytes
-CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
-clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    root = tmp_path_factory.mktemp("s3")
-    (root / "bucket").mkdir()
-    with serve_s3(root, read_only=False) as server:
-        yield server
-
-
-@pytest.fixture
-def faults() -> Iterator[FaultServer]:
-    with FaultServer({}) as server:
-        yield server
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds, not minutes, until writes give up."""
-    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=60, first=0.01, longest=0.3))
-    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
-    few["backoff"] = {
-        "init_backoff": timedelta(milliseconds=5),
-        "max_backoff": timedelta(seconds=1),
-        "base": 2,
-    }
-    client = {"connect_timeout": "2s", "read_timeout": "2s", "timeout": "30s"}
-    monkeypatch.setattr(native, "_WRITER", {"client": client, "retry": few})
-    s3fs = pytest.importorskip("s3fs")
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 2)
 
 
 def opened(kind: str, s3: S3Server, tmp_path: Path) -> Store:
@@ -76,8 +44,7 @@ def test_what_is_written_is_read(kind: str, s3: S3Server, tmp_path: Path) -> Non
         store.write(key, forms[number % 3])
     store.write("a b.bin", b"in its place")
     bodies["a b.bin"] = b"in its place"
-    infos = {info.key: info for page in opened(kind, s3, tmp_path).list() for info in page}
-    assert {key: info.size for key, info in infos.items()} == {key: len(body) for key, body in bodies.items()}
+    assert sizes(opened(kind, s3, tmp_path)) == {key: len(body) for key, body in bodies.items()}
     for key, body in bodies.items():
         assert bytes(store.read(key, None, len(body))) == body
 
@@ -98,7 +65,7 @@ RECOVERED = {
     "503": [Fault(status=503, code="SlowDown")] * 2,
     "an answer lost": [Fault(lost=True)],
     # An error in the end: the start of an upload in parts, carried out so late, would undo that of the retry.
-    "no answer": [Fault(delay=2.5, status=500)],
+    "no answer": [Fault(delay=3.5, status=500)],
 }
 
 
@@ -106,15 +73,15 @@ RECOVERED = {
 @pytest.mark.parametrize("name", RECOVERED)
 @pytest.mark.parametrize("size", [len(BODY), 20 << 20], ids=["whole", "in parts"])
 def test_faults_that_retries_help(
-    name: str, size: int, client: dict[str, Any], faults: FaultServer, impatient: None, tmp_path: Path
+    name: str, size: int, client: dict[str, Any], server: FaultServer, impatient: None, tmp_path: Path
 ) -> None:
     body = (BODY * (size // len(BODY) + 1))[:size]
     (tmp_path / "source").write_bytes(body)
-    faults.script("key", *RECOVERED[name])
-    store = open_store("s3://bucket", **faults.options, **client)
+    server.script("key", *RECOVERED[name])
+    store = open_store("s3://bucket", **server.options, **client)
     store.write("first", b"")
     store.write("key", tmp_path / "source")
-    assert faults.objects == {"first": b"", "key": body} and not faults.parts
+    assert server.objects == {"first": b"", "key": body} and not server.parts
 
 
 REFUSED = {
@@ -132,42 +99,41 @@ def test_faults_that_are_errors(
     name: str,
     size: int,
     client: dict[str, Any],
-    faults: FaultServer,
-    impatient: None,
+    server: FaultServer,
+    gives_up: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, expected, words = REFUSED[name]
-    monkeypatch.setattr(failures, "READ_POLICY", failures.RetryPolicy(budget=1, first=0.01, longest=0.3))
     monkeypatch.setattr(failures, "CONTACT_SECONDS", 1.0)
     monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
-    store = open_store("s3://bucket", **faults.options, **client)
-    faults.script("key", fault, repeat=True)
+    store = open_store("s3://bucket", **server.options, **client)
+    server.script("key", fault, repeat=True)
     with pytest.raises(expected, match=words) as caught:
         store.write("key", bytes(size))
     assert (caught.value.key, caught.value.stage) == ("key", "put")
     if fault.status:  # a lost answer leaves open whether the object was taken
-        assert not faults.objects
-    assert faults.options["secret"] not in str(caught.value)
+        assert not server.objects
+    assert server.options["secret"] not in str(caught.value)
 
 
 @clients
 def test_a_store_that_takes_nothing_is_soon_said(
-    client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+    client: dict[str, Any], server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the patience of a real store, which what was written before would be waited for with."""
     monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
     monkeypatch.setattr(failures, "CONTACT_SECONDS", 2)
-    faults.script("key", Fault(status=500), repeat=True)
+    server.script("key", Fault(status=500), repeat=True)
     with pytest.raises(StoreError, match="key"):
-        open_store("s3://bucket", **faults.options, **client).write("key", b"body")
-    assert faults.count("key") < 1000
+        open_store("s3://bucket", **server.options, **client).write("key", b"body")
+    assert server.count("key") < 1000
 
 
-def test_one_part_that_fails_is_sent_again_alone(faults: FaultServer, impatient: None) -> None:
-    faults.script("key", None, None, Fault(status=500))
-    open_store("s3://bucket", **faults.options).write("key", bytes(20 << 20))
-    assert len(faults.objects["key"]) == 20 << 20
-    assert [request.method for request in faults.requests].count("PUT") == 3 + 1
+def test_one_part_that_fails_is_sent_again_alone(server: FaultServer, impatient: None) -> None:
+    server.script("key", None, None, Fault(status=500))
+    open_store("s3://bucket", **server.options).write("key", bytes(20 << 20))
+    assert len(server.objects["key"]) == 20 << 20
+    assert [request.method for request in server.requests].count("PUT") == 3 + 1
 
 
 def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +157,10 @@ def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in tmp_path.rglob("*.part")) == []
 
 
-def test_http_is_not_written(faults: FaultServer) -> None:
+def test_http_is_not_written(server: FaultServer) -> None:
     with pytest.raises(ArgumentError, match="as s3://"):
-        open_store(f"{faults.endpoint_url}/bucket").write("key", b"x")
-    assert not faults.requests
+        open_store(f"{server.endpoint_url}/bucket").write("key", b"x")
+    assert not server.requests
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -250,24 +216,23 @@ def test_a_failure_in_the_middle_leaves_nothing(kind: str, s3: S3Server, tmp_pat
     store = opened(kind, s3, tmp_path)
     with pytest.raises(StoreError, match="Input/output"):
         store.write("key", Broken("x"))
-    assert not [info for page in store.list() for info in page]
+    assert not sizes(store)
 
 
 def test_a_large_file_needs_little_memory(s3: S3Server) -> None:
     """In a process of its own, whose peak nobody else raises."""
-    code = (
-        "import resource, sys, tempfile\n"
-        "from pathlib import Path\n"
-        "from fastload.store import open_store\n"
-        "store = open_store('s3://bucket', key=sys.argv[1], secret=sys.argv[2], endpoint_url=sys.argv[3])\n"
-        "store.write('warm', b'x')\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "with tempfile.TemporaryFile() as file:\n"
-        "    file.truncate(128 << 20)\n"
-        "    store.write('large', Path(f'/proc/self/fd/{file.fileno()}'))\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    arguments = [s3.key, s3.secret, s3.endpoint_url]
-    said = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, timeout=PATIENCE)
+    code = """if True:
+        import resource, sys, tempfile
+        from pathlib import Path
+        from fastload.store import open_store
+        store = open_store('s3://bucket', key=sys.argv[1], secret=sys.argv[2], endpoint_url=sys.argv[3])
+        store.write('warm', b'x')
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with tempfile.TemporaryFile() as file:
+            file.truncate(128 << 20)
+            store.write('large', Path(f'/proc/self/fd/{file.fileno()}'))
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    said = script(code, s3.key, s3.secret, s3.endpoint_url)
     assert open_store("s3://bucket", **s3.options).head("large").size == 128 << 20
     assert int(said) < 64 << 10, "KiB: some parts, not the file"

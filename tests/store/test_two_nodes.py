@@ -19,8 +19,7 @@ import torch
 
 import fastload
 from fastload import Cache
-from fastload.cli.demo.photos import make_dataset
-from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
+from tests.bucketdata import Bucket, serve_photos
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
@@ -35,24 +34,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, str]]]:
-    """The proxy before the bucket "photos", and the environment that leads to it."""
-    root = tmp_path_factory.mktemp("s3")
-    make_dataset(root / "photos" / "train", IMAGES, 4)
-    with serve_s3(root) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
-        yield (
-            proxy,
-            {
-                "AWS_ENDPOINT_URL": proxy.url,
-                "AWS_ACCESS_KEY_ID": server.key,
-                "AWS_SECRET_ACCESS_KEY": server.secret,
-                "AWS_REGION": "us-east-1",
-            },
-        )
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with serve_photos(tmp_path_factory.mktemp("s3"), IMAGES, 0.0, folder="photos/train") as served:
+        yield served
 
 
-def train(directory: Path, environment: dict[str, str], *options: str) -> list[dict[str, Any]]:
+def train(directory: Path, bucket: Bucket, *options: str) -> list[dict[str, Any]]:
     """Two epochs on two nodes; what rank 0 reported of each."""
+    environment = {"AWS_ACCESS_KEY_ID": bucket.server.key, "AWS_SECRET_ACCESS_KEY": bucket.server.secret}
+    environment |= {"AWS_ENDPOINT_URL": bucket.proxy.url, "AWS_REGION": "us-east-1"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     port = free_port()
     agents = [
         subprocess.Popen(
@@ -65,7 +56,7 @@ def train(directory: Path, environment: dict[str, str], *options: str) -> list[d
                 *("--simulate-gpu-rate", "100000", "--batch-size", "8", "--resolution", "32"),
                 *("--num-workers", "1", *options),
             ],
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -87,37 +78,31 @@ def entries(directory: Path) -> list[int]:
     return [Cache(directory / f"ssd-{node}").info()["entries"] for node in range(2)]
 
 
-def test_partition_reads_each_object_once(bucket: tuple[Proxy, dict[str, str]], tmp_path: Path) -> None:
+def test_partition_reads_each_object_once(bucket: Bucket, tmp_path: Path) -> None:
     """Two epochs, four ranks on two nodes: one GET per object, all in the first epoch, half from each node.
 
     No image is in both caches: that would take two reads from the store.
     """
-    proxy, environment = bucket
-    before = proxy.counts().object_gets
-    epochs = train(tmp_path, environment, "--partition", "node")
+    before = bucket.gets()
+    epochs = train(tmp_path, bucket, "--partition", "node")
     assert len(epochs) == 2
-    assert proxy.counts().object_gets - before == IMAGES
+    assert bucket.gets() - before == IMAGES
     assert entries(tmp_path) == [IMAGES // 2, IMAGES // 2]
 
 
 @pytest.mark.stress
-def test_guard_removed_without_partition_objects_are_read_twice(
-    bucket: tuple[Proxy, dict[str, str]], tmp_path: Path
-) -> None:
+def test_guard_removed_without_partition_objects_are_read_twice(bucket: Bucket, tmp_path: Path) -> None:
     """With one order for all ranks, the second epoch brings images to a node that are new to it."""
-    proxy, environment = bucket
-    before = proxy.counts().object_gets
-    train(tmp_path, environment)
-    assert proxy.counts().object_gets - before > IMAGES * 1.2
-    assert sum(entries(tmp_path)) == proxy.counts().object_gets - before
+    before = bucket.gets()
+    train(tmp_path, bucket)
+    assert bucket.gets() - before > IMAGES * 1.2
+    assert sum(entries(tmp_path)) == bucket.gets() - before
 
 
 def test_missing_ray_is_named_with_its_install_line(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('no ray')")
     command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--", "s3://bucket"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "pip install 'ray[train]'" in done.stderr

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli.app import app
 from fastload.cli.demo.photos import make_dataset
-from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import delay_proxy
 from fastload.cli.warming import share_of
 from fastload.datasets.warm import Warmed
 from fastload.errors import ArgumentError, CacheError
+from tests.bucketdata import PHOTOS, Bucket
+from tests.commands import answer, command, document, run, start
 from tests.patience import PATIENCE, wait_until
+from tests.sharddata import write
 
-REPOSITORY = Path(fastload.__file__).parents[1]
-IMAGES = 60
-CLASSES = 3
-DELAY = 0.005
+Warm = Callable[..., tuple[int, dict[str, Any]]]
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -36,39 +30,10 @@ pytestmark = [
 ]
 
 
-class Bucket:
-    """Photos, and one file that is no image among them, on a real S3 server behind a proxy that counts."""
-
-    def __init__(self, proxy: Proxy, server: Any) -> None:
-        self.proxy, self.server = proxy, server
-        self.options = {"endpoint_url": proxy.url, "key": server.key, "secret": server.secret}
-
-    def gets(self) -> int:
-        return self.proxy.counts().object_gets
-
-    def arguments(self, bucket: str, cache: Path, *more: object) -> list[str]:
-        pairs = [f"{name}={value}" for name, value in self.options.items()]
-        options = [word for pair in pairs for word in ("--storage-option", pair)]
-        return [
-            *("warm", f"s3://{bucket}", "--cache", str(cache)),
-            *(*options, "--num-workers", "2", "--json", *map(str, more)),
-        ]
-
-    def warm(self, bucket: str, cache: Path, *more: object) -> tuple[int, dict[str, Any]]:
-        """(exit code, JSON document)"""
-        done = CliRunner().invoke(app, self.arguments(bucket, cache, *more))
-        assert done.stdout, done.output
-        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    root = tmp_path_factory.mktemp("s3")
-    for name in ("photos", "damaged"):
-        make_dataset(root / name, IMAGES, CLASSES)
-    (root / "damaged" / "class_01" / "img_00001.jpg").write_bytes(b"<html>no such photo</html>")
-    with serve_s3(root) as server, delay_proxy(server.endpoint_url, DELAY) as proxy:
-        yield Bucket(proxy, server)
+@pytest.fixture
+def warm(bucket: Bucket) -> Warm:
+    """(exit code, document) of the command, for the photos of the server."""
+    return lambda cache, *more: bucket.run("warm", "s3://photos", "--cache", cache, "--num-workers", 2, *more)
 
 
 def epoch(dataset: Any, **options: Any) -> int:
@@ -76,23 +41,23 @@ def epoch(dataset: Any, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("mode", ["auto", "shrunk"])
-def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> None:
+def test_training_after_warm_makes_no_get(bucket: Bucket, warm: Warm, tmp_path: Path, mode: str) -> None:
     settings = ["--mode", mode, "--short-side", 128, "--quality", 80]
-    code, document = bucket.warm("photos", tmp_path / "cache", *settings)
+    code, document = warm(tmp_path / "cache", *settings)
     assert code == 0
     counts = [document[name] for name in ("objects", "stored", "skipped", "failed", "left")]
-    assert counts == [IMAGES, IMAGES, 0, 0, 0]
-    assert document["cache"]["entries"] == IMAGES
-    assert document["read_bytes"] > 50_000 * IMAGES
+    assert counts == [PHOTOS, PHOTOS, 0, 0, 0]
+    assert document["cache"]["entries"] == PHOTOS
+    assert document["read_bytes"] > 50_000 * PHOTOS
 
     before = bucket.proxy.counts()
     cache = Cache(tmp_path / "cache", mode, short_side=128, quality=80)  # type: ignore[arg-type]
     asked = {"cache": cache, "storage_options": bucket.options}
     trained = ImageFolder("s3://photos", RandomResizedCrop(64), listing_max_age="1h", **asked)  # type: ignore[arg-type]
-    assert epoch(trained) == IMAGES
+    assert epoch(trained) == PHOTOS
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
-    assert epoch(ImageFolder("s3://photos", RandomResizedCrop(64), **asked)) == IMAGES  # type: ignore[arg-type]
+    assert epoch(ImageFolder("s3://photos", RandomResizedCrop(64), **asked)) == PHOTOS  # type: ignore[arg-type]
     now = bucket.proxy.counts()
     assert now.object_gets == before.object_gets and now.listings > before.listings
 
@@ -100,42 +65,32 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: 
     if mode == "shrunk":
         other = Cache(tmp_path / "cache", mode, short_side=64)  # type: ignore[arg-type]
         epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=other, storage_options=bucket.options))
-        assert bucket.gets() == now.object_gets + IMAGES
+        assert bucket.gets() == now.object_gets + PHOTOS
 
 
-def test_second_warming_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.warm("photos", tmp_path, "--from", "objects")
-    before = bucket.gets()
-    code, document = bucket.warm("photos", tmp_path, "--from", "objects")
-    assert (code, document["skipped"], document["stored"]) == (0, IMAGES, 0)
-    assert bucket.gets() == before
-    dataset = ObjectDataset("s3://photos", cache=Cache(tmp_path), storage_options=bucket.options)
-    assert len(dataset[0]) > 10_000
-    dataset.close()
-    assert bucket.gets() == before
-
-
-def test_warm_reports_and_skips_a_bad_object(bucket: Bucket, tmp_path: Path) -> None:
-    code, document = bucket.warm("damaged", tmp_path, "--mode", "shrunk")
+def test_warm_reports_and_skips_a_bad_object(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "damaged", 6, 2)
+    (tmp_path / "damaged" / "class_01" / "img_00001.jpg").write_bytes(b"<html>no such photo</html>")
+    words = ["--cache", tmp_path / "cache", "--mode", "shrunk"]
+    code, document = run("warm", tmp_path / "damaged", *words)
     assert code == 1
-    assert (document["stored"], document["failed"], document["left"]) == (IMAGES - 1, 1, 0)
+    assert (document["stored"], document["failed"], document["left"]) == (5, 1, 0)
     (failure,) = document["failures"]
     assert failure["key"] == "class_01/img_00001.jpg"
     assert "DecodeError" in failure["error"] and "HTML" in failure["error"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_full_cache_ends_the_warming(bucket: Bucket, tmp_path: Path, workers: int) -> None:
-    before = bucket.gets()
-    code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)
+def test_full_cache_ends_the_warming(bucket: Bucket, warm: Warm, tmp_path: Path, workers: int) -> None:
+    before, limited = bucket.gets(), ["--size-limit", "1500KB", "--num-workers", workers]
+    code, document = warm(tmp_path, *limited)
     assert (code, document["full"]) == (0, True)
-    assert document["stored"] + document["left"] == IMAGES and 0 < document["stored"] < IMAGES / 2
-    assert document["cache"]["bytes"] <= 2_000_000
-    assert document["cache"]["entries"] == document["stored"], (
-        "also what was dropped at the last moment is left"
-    )
-    assert bucket.gets() - before <= IMAGES
-    again = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)[1]
+    assert document["stored"] + document["left"] == PHOTOS and 0 < document["stored"] < PHOTOS / 2
+    assert document["cache"]["bytes"] <= 1_500_000
+    entries = document["cache"]["entries"]
+    assert entries == document["stored"], "also what was dropped at the last moment is left"
+    assert bucket.gets() - before <= PHOTOS
+    again = warm(tmp_path, *limited)[1]
     assert (again["skipped"], again["full"]) == (document["stored"], True)
     assert again["stored"] + again["left"] == document["left"], "a smaller object may have found room"
 
@@ -143,41 +98,30 @@ def test_full_cache_ends_the_warming(bucket: Bucket, tmp_path: Path, workers: in
 def test_warm_after_ctrl_c_keeps_its_records(bucket: Bucket, tmp_path: Path) -> None:
     # Behind a slow line, so that there is an end to interrupt.
     with delay_proxy(bucket.server.endpoint_url, 0.25) as proxy:
-        slow = Bucket(proxy, bucket.server)
-        arguments = slow.arguments("photos", tmp_path, "--storage-option", "max_requests=4")
-        running = subprocess.Popen(
-            [sys.executable, "-m", "fastload", *arguments],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
+        slow = Bucket(proxy, bucket.server, bucket.root)
+        words = ["warm", "s3://photos", "--cache", tmp_path, "--num-workers", 2]
+        with start(*slow.words(*words), "--storage-option", "max_requests=4") as running:
             wait_until(lambda: slow.gets() >= 10 or running.poll() is not None, "it reads")
             assert running.poll() is None, running.communicate()
             os.killpg(running.pid, signal.SIGINT)
             out, err = running.communicate(timeout=PATIENCE)
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
-                running.communicate()
         assert running.returncode == 130, err
         assert "Traceback" not in err and "run the same command" in err
-        document = json.loads(out.splitlines()[-1])
-        kept = document["cache"]["entries"]
-        assert document["interrupted"] and 0 < kept < IMAGES
-        _, rest = slow.warm("photos", tmp_path)
-        assert (rest["skipped"], rest["stored"]) == (kept, IMAGES - kept)
+        found = document(out)
+        kept = found["cache"]["entries"]
+        assert found["interrupted"] and 0 < kept < PHOTOS
+        proxy.set_round_trip(0.001)
+        _, rest = slow.run(*words)
+        assert (rest["skipped"], rest["stored"]) == (kept, PHOTOS - kept)
 
 
-def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, tmp_path: Path) -> None:
+def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, warm: Warm, tmp_path: Path) -> None:
     """Each of 2 nodes warms its share; in training its 2 ranks then read the store for nothing."""
     before = bucket.gets()
     for node in range(2):
-        _, document = bucket.warm("photos", tmp_path / str(node), "--share", f"{node}/2")
-        assert (document["objects"], document["settings"]["share"]) == (IMAGES // 2, [node, 2])
-    assert bucket.gets() == before + IMAGES
+        _, document = warm(tmp_path / str(node), "--share", f"{node}/2")
+        assert (document["objects"], document["settings"]["share"]) == (PHOTOS // 2, [node, 2])
+    assert bucket.gets() == before + PHOTOS
     for node in range(2):
         options = bucket.options
         dataset = ImageFolder(
@@ -185,8 +129,8 @@ def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, tmp_path: Path
         )
         for rank in (2 * node, 2 * node + 1):
             sampler = DistributedSampler(dataset, 4, rank, partition="node", num_nodes=2, seed=5)
-            assert epoch(dataset, sampler=sampler) == IMAGES // 4
-    assert bucket.gets() == before + IMAGES
+            assert epoch(dataset, sampler=sampler) == PHOTOS // 4
+    assert bucket.gets() == before + PHOTOS
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
@@ -195,13 +139,8 @@ def test_ranks_of_launchers_share_the_work(launcher: str, monkeypatch: pytest.Mo
     parts = []
     for rank in range(6):
         node, local = divmod(rank, 3)
-        names = {
-            "RANK": rank,
-            "WORLD_SIZE": 6,
-            "GROUP_RANK": node,
-            "LOCAL_RANK": local,
-            "LOCAL_WORLD_SIZE": 3,
-        }
+        names = {"RANK": rank, "WORLD_SIZE": 6, "GROUP_RANK": node, "LOCAL_RANK": local}
+        names |= {"LOCAL_WORLD_SIZE": 3}
         if launcher == "srun":
             names = {"SLURM_PROCID": rank, "SLURM_NTASKS": 6}
             names |= {"SLURM_NODEID": node, "SLURM_LOCALID": local, "SLURM_NNODES": 2}
@@ -222,11 +161,10 @@ def test_launcher_without_node_number_is_an_error(monkeypatch: pytest.MonkeyPatc
         share_of(range(10), None)
 
 
-@pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
-def test_invalid_shard_arguments_are_refused(shard: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--share={shard}"])
-    assert result.exit_code == 2
-    assert "give I/N" in result.stderr
+@pytest.mark.parametrize("share", ["2/2", "1", "a/b", "-1/2", "/"])
+def test_invalid_share_is_refused(share: str, tmp_path: Path) -> None:
+    refused = answer("warm", "s3://x", "--cache", tmp_path, f"--share={share}", code=2)
+    assert "give I/N" in refused["error"]["message"]
 
 
 # --- ObjectDataset.warm, in this process
@@ -234,39 +172,24 @@ def test_invalid_shard_arguments_are_refused(shard: str, tmp_path: Path) -> None
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    for i in range(40):
-        (tmp_path / "data" / f"{i:02}").write_bytes(bytes([i]) * 50_000)
-    return tmp_path / "data"
+    return Path(write(tmp_path / "data", {f"{i:02}": bytes([i]) * 50_000 for i in range(40)}))
 
 
 def test_warm_sees_what_has_changed_unless_told_of_an_age(folder: Path, tmp_path: Path) -> None:
-    def warm(*more: str) -> list[int]:
-        arguments = [
-            "warm",
-            str(folder),
-            "--cache",
-            str(tmp_path / "c"),
-            "--from",
-            "objects",
-            "--json",
-            *more,
-        ]
-        done = CliRunner().invoke(app, [*arguments, "--num-workers", "0"])
-        assert done.exit_code == 0, done.output
-        document = json.loads(done.stdout.splitlines()[-1])
-        return [document[name] for name in ("objects", "stored", "skipped")]
+    words = ["warm", folder, "--cache", tmp_path / "c", "--from", "objects", "--num-workers", 0]
 
-    assert warm() == [40, 40, 0]
+    def counts(*more: str) -> list[int]:
+        found = answer(*words, *more)
+        return [found[name] for name in ("objects", "stored", "skipped")]
+
+    assert counts() == [40, 40, 0]
     (folder / "00").write_bytes(b"other bytes")
     (folder / "01").unlink()
     (folder / "more").write_bytes(b"a new object")
-    assert warm("--listing-max-age", "12h") == [40, 0, 40]
-    assert warm() == [40, 2, 38]
-    wrong = CliRunner().invoke(
-        app, ["warm", str(folder), "--cache", str(tmp_path), "--listing-max-age", "1w"]
-    )
-    assert wrong.exit_code == 2 and "listing_max_age='1w'" in wrong.stderr
+    assert counts("--listing-max-age", "12h") == [40, 0, 40]
+    assert counts() == [40, 2, 38]
+    refused = answer(*words, "--listing-max-age", "1w", code=2)
+    assert "listing_max_age='1w'" in refused["error"]["message"]
 
 
 def test_warming_waits_for_a_full_queue(
@@ -328,34 +251,23 @@ def test_object_too_large_for_the_free_space_is_skipped(folder: Path, tmp_path: 
 
 def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_path: Path) -> None:
     (folder / "00").write_bytes(b"x" * 900_000)
-    dataset = ObjectDataset(
-        str(folder), decode=bytes, cache=Cache(tmp_path / "cache", "decoded", size_limit="300KB")
-    )
+    cache = Cache(tmp_path / "cache", "decoded", size_limit="300KB")
+    dataset = ObjectDataset(str(folder), decode=bytes, cache=cache)
     found = outcomes_of(dataset, 40)
     assert found[0] == "too large" and found.count("stored") == 5 and found[-1] == "full"
     dataset.close()
-    dataset.cache.close()  # type: ignore[union-attr]
+    cache.close()
 
 
 def test_warm_counts_objects_that_are_too_large(folder: Path, tmp_path: Path) -> None:
     (folder / "05").write_bytes(b"x" * 5_000_000)
-    arguments = [
-        "warm",
-        str(folder),
-        "--cache",
-        str(tmp_path / "cache"),
-        "--from",
-        "objects",
-        "--num-workers",
-        "0",
-    ]
-    done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
+    words = ["--cache", tmp_path / "cache", "--from", "objects", "--num-workers", 0, "--size-limit", "4MB"]
+    done = command("warm", folder, *words)
     assert done.exit_code == 0, done.output
     assert "too large for the cache: 1 objects" in done.output and "is full" not in done.output
-    done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB", "--json"])
-    document = json.loads(done.stdout.splitlines()[-1])
-    counts = [document[name] for name in ("objects", "stored", "skipped", "failed", "too_large", "left")]
-    assert counts == [40, 0, 39, 0, 1, 1] and document["full"] is False
+    found = answer("warm", folder, *words)
+    counts = [found[name] for name in ("objects", "stored", "skipped", "failed", "too_large", "left")]
+    assert counts == [40, 0, 39, 0, 1, 1] and found["full"] is False
 
 
 def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
