@@ -107,7 +107,7 @@ def test_memory_limit_too_small_is_refused_and_the_smallest_one_named_is_taken(
         DataLoader(Numbers(4), memory_limit="1MB", **more)
     least = re.search(r"give at least (\d+) MB", str(refused.value))
     assert least is not None
-    assert (f"{workers} workers" if workers else "num_workers=0") in str(refused.value)
+    assert (f"{workers} worker process" if workers else "num_workers=0") in str(refused.value)
     DataLoader(Numbers(4), memory_limit=f"{least[1]}MB", **more)
     with pytest.raises(ArgumentError, match=f"give at least {least[1]} MB"):
         DataLoader(Numbers(4), memory_limit=int(least[1]) * MB - MB, **more)
@@ -134,7 +134,7 @@ def test_auto_starts_no_more_workers_than_the_limit_is_enough_for(
         if limit.workers > 1:
             limit.check(limit.least(room=4 * 256 * 3 * 224 * 224))
     assert found[0] == 1 < found[1] < found[2] < found[3] == 64
-    with pytest.raises(ArgumentError, match="too little for 1 workers"):
+    with pytest.raises(ArgumentError, match="too little for 1 worker process "):
         DataLoader(Numbers(4), num_workers="auto", memory_limit="2MB", multiprocessing_context="fork")
 
 
