@@ -70,7 +70,7 @@ def _children() -> set[object]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                status = (folder / "stat").read_text()
+                status = (folder / "stat").read_text(errors="replace")
             except OSError:  # it has ended meanwhile
                 continue
             # The name stands in brackets and may have any character in it: the fields begin behind it.

@@ -229,7 +229,7 @@ def test_a_killed_process_is_named(root: Path) -> None:
 def test_all_of_the_memory_limit_is_for_one_process(root: Path) -> None:
     loader = DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", multiprocessing_context="fork")
     assert sum(len(labels) for _, labels in loader) == PHOTOS
-    with pytest.raises(ArgumentError, match="too little for 8 workers"):
+    with pytest.raises(ArgumentError, match="too little for 8 worker processes"):
         DataLoader(images(root), 4, num_workers=8, memory_limit="60MB", processes=True)
 
 

@@ -16,6 +16,7 @@ from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, 
 from fastload.datasets.store_dataset import override_of
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.gpu.dali import why_no_dali
+from fastload.shards.dataset import ShardStreams
 from tests.faultserver import Fault, FaultServer
 from tests.loaderdata import identity, told
 from tests.photos import pillow_jpeg, scene
@@ -343,18 +344,20 @@ class TarKeysAlone(TarDataset):
         return self.key(index)
 
 
-def test_records_of_streams_that_are_not_asked_for_are_let_go_of(tmp_path: Path, opened: Any) -> None:
+def test_records_of_streams_that_are_not_asked_for_are_let_go_of(
+    tmp_path: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = opened(TarKeysAlone(write(tmp_path, shards("tar")), transform=RandomResizedCrop(16)))
     ids: list[int] = []
-    open_stream = dataset._open_stream
+    open_stream = ShardStreams.open_stream
 
-    def noted(state: Any) -> Any:
-        stream = open_stream(state)
+    def noted(streams: ShardStreams, state: Any) -> Any:
+        stream = open_stream(streams, state)
         take = stream.take
         stream.take = lambda n: ids.extend(found := take(n)) or found
         return stream
 
-    dataset._open_stream = noted
+    monkeypatch.setattr(ShardStreams, "open_stream", noted)
     assert len([key for batch in DataLoader(dataset, 16) for key in batch]) == len(ids) == TOTAL
     assert dataset._outstanding() == 0, "what was not asked for is kept"
 

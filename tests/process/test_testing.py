@@ -6,9 +6,12 @@ import itertools
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 from unittest import SkipTest
 
@@ -21,7 +24,14 @@ from fastload import testing
 from fastload.errors import NotFoundError
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import check_end, check_key, check_length, check_version
-from fastload.testing import DatasetTests, IterableDatasetTests, SamplerTests, StoreTests, TransformTests
+from fastload.testing import (
+    DatasetTests,
+    IterableDatasetTests,
+    SamplerTests,
+    StoreTests,
+    TransformTests,
+    read_tests,
+)
 from fastload.testing.promises import contents, difference
 
 N = 10
@@ -770,6 +780,17 @@ def test_fault_is_refused(of: type, kind: Any, test: str, words: str, attributes
 
 
 @pytest.mark.usefixtures("_empty_store")
+def test_process_whose_name_is_no_text_is_found_too() -> None:
+    """The kernel cuts a name after 15 bytes, in the middle of a letter too."""
+    before = read_tests.held()
+    name = "ctypes.CDLL(None).prctl(15, b'\\xd0', 0, 0, 0)"
+    script = f"import ctypes, sys; {name}; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert read_tests.held()["processes"] - before["processes"] == {process.pid}
+        process.communicate()
+
+
 def test_what_has_no_fault_passes() -> None:
     passes(of_kind(OfFork, Good, random=True))
     for of, kind in ((OfIterable, Parts), (OfSampler, Order), (OfStore, InMemory)):
