@@ -404,7 +404,10 @@ class StoreDataset(Dataset[Any]):
 
     @cached_property
     def _keys(self) -> ProcessLocal[KeyTable]:
-        return ProcessLocal(lambda: KeyTable(len(self), self._cache_key))  # type: ignore[arg-type]
+        return ProcessLocal(self._new_keys)  # no lambda: a subclass may pickle all attributes
+
+    def _new_keys(self) -> KeyTable:
+        return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
 
     def _encoder(self) -> Callable[[Any, int], Any] | None:
         """Return (bytes, object) -> what the cache keeps; None if it is the bytes themselves."""

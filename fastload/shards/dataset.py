@@ -355,9 +355,10 @@ class ShardDataset(StoreDataset):
 
     @cached_property
     def _here(self) -> ProcessLocal[_Here]:
-        return ProcessLocal(
-            lambda: _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, [])
-        )
+        return ProcessLocal(self._new_here)  # no lambda: a subclass may pickle all attributes
+
+    def _new_here(self) -> _Here:
+        return _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, [])
 
     def _blocks(self) -> RecordBlocks | None:
         """Return the blocks that records are read in, where they cannot be read one by one."""
