@@ -480,7 +480,8 @@ def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
             "pool.h",
             "    Scratch scratch;",
             "    static Scratch scratch;",
-            "ThreadSanitizer: (data race|SEGV)|another row by threads",  # the crash that the race causes may come before its report
+            # What the race does may come before its report.
+            "ThreadSanitizer: (data race|SEGV)|another row by threads",
             "races",
         ),
     ],
