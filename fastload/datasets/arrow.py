@@ -369,8 +369,8 @@ def _storable(name: str, column: Any) -> Any:
     row = _null_row(column)
     if row is not None:
         raise ArgumentError(
-            f"column {name!r} of the table is null in row {row:,}: drop such rows, or fill them (pandas: "
-            "frame.dropna(), frame.fillna(0); Arrow: table.drop_null())"
+            f"column {name!r} of the table is null in row {row:,}, counted from 0: drop such rows, or fill "
+            "them (pandas: frame.dropna(), frame.fillna(0); Arrow: table.drop_null())"
         )
     kind = column.type
     # One array has at most 2 GiB of text, unless its offsets have 64 bits.

@@ -26,7 +26,13 @@ from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.order.position import Position
 from fastload.order.state import WorkerState, reading_state
 from fastload.workers.protocol import EpochStart
+from fastload.workers.reading import name_sample
 from fastload.workers.workers import Arrival, Workers
+
+_HANGS = (
+    "Code of your own or the store hangs, or takes longer than timeout=: with num_workers=0 and without "
+    "timeout=, Ctrl-C shows the line"
+)
 
 
 class LoaderIterator(TorchIterator):
@@ -172,7 +178,7 @@ class LoaderIterator(TorchIterator):
         try:
             if wait:
                 with stage("wait"):
-                    arrivals = self._engine.receive(self._timeout, self._context.meter.tick)
+                    arrivals = self._engine.receive(self._timeout, self._context.meter.tick, self._awaited)
                 self._context.meter.waited(time.perf_counter() - start)
             else:
                 arrivals = self._engine.arrived()
@@ -186,6 +192,17 @@ class LoaderIterator(TorchIterator):
             for seq in self._engine.interrupted():
                 self._schedule.lost(self._reorder.forget(seq))
             raise
+
+    def _awaited(self) -> str:
+        """Return what is waited for, and what to do if it does not come, below the text of an error."""
+        seq = self._reorder.due()
+        given = None if seq is None else self._position.given_out(seq - self._first)
+        index = None if given is None else given.edited.index
+        step = "a batch" if given is None else f"step {given.step}"
+        if isinstance(index, list) and index:
+            first = ", ".join(name_sample(self._dataset, one) for one in index[:3])
+            step += f": {first}" + (f" and {len(index) - 3} more" if len(index) > 3 else "")
+        return f"(waited for {step}. {_HANGS})"
 
     def _start_copies(self) -> None:
         """Start what is here and due next on its way to the device, before it is asked for."""

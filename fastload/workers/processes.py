@@ -200,7 +200,9 @@ class WorkerProcesses(Workers):
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
 
-    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
+    def receive(
+        self, timeout: float, tick: Callable[[], None] | None, awaited: Callable[[], str]
+    ) -> list[Arrival]:
         self.check_open()
         deadline = time.monotonic() + (timeout or math.inf)
         while True:
@@ -214,7 +216,7 @@ class WorkerProcesses(Workers):
             if tick is not None:
                 tick()
             if left == 0:
-                raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+                raise _timed_out(timeout, awaited())
 
     def check_open(self) -> None:
         if not self._open:
@@ -328,3 +330,9 @@ def _preloaded() -> list[str]:
     if chosen == ["__main__"]:  # Python's default; the main script may have no `__main__` guard
         chosen = []
     return chosen + [module for module in PRELOADED if module not in chosen]
+
+
+def _timed_out(timeout: float, awaited: str) -> RuntimeError:
+    error = RuntimeError(f"DataLoader timed out after {timeout} seconds")  # the words of torch
+    error.add_note(awaited)
+    return error

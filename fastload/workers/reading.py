@@ -390,9 +390,12 @@ class ErrorPolicy:
             repeats = self.on_error == "repeat" or not self._indexed
             if attempt == REPLACEMENTS or (repeats and not good):
                 error = errors[0][1]
+                which = "all of its batch" if repeats else f"the {attempt} that it was to replace"
+                end = f". on_error={self.on_error!r} ends here: {which} are bad too"
                 if isinstance(error, FastloadError):
-                    which = "all of its batch" if repeats else f"the {attempt} that it was to replace"
-                    error.message += f". on_error={self.on_error!r} ends here: {which} are bad too"
+                    error.message += end
+                else:
+                    error.__dict__["fastload_sample"] += end
                 raise error
             for _, error in errors:
                 _drop_traceback(error)
@@ -416,8 +419,8 @@ class ErrorPolicy:
         if not isinstance(error, FastloadError):
             tell_sample(error, self.name(index))
         self.raise_uncovered(error)
-        key = getattr(error, "key", None) or index
-        self.bad.append((str(key), f"{type(error).__name__}: {error}"))
+        key = getattr(error, "key", None) or _key_of(self._dataset, index)
+        self.bad.append((str(index if key is None else key), f"{type(error).__name__}: {error}"))
         self._counters.add("bad.samples")
 
     def raise_uncovered(self, error: Exception) -> None:
@@ -429,15 +432,22 @@ class ErrorPolicy:
             raise error
 
     def name(self, index: Any) -> str:
-        """Return "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
-        name = f"sample {index!r}"
-        with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
-            view = view_of(self._dataset)
-            name = view.sample_name(index)
-            key = view.key(index)
-            if key is not None:
-                return f"{name} {key!r}"
-        return name
+        return name_sample(self._dataset, index)
+
+
+def name_sample(dataset: Any, index: Any) -> str:
+    """Return "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
+    name = f"sample {index!r}"
+    with contextlib.suppress(Exception):  # of the user's classes
+        name = view_of(dataset).sample_name(index)
+    key = _key_of(dataset, index)
+    return name if key is None else f"{name} {key!r}"
+
+
+def _key_of(dataset: Any, index: Any) -> str | None:
+    with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
+        return view_of(dataset).key(index)
+    return None
 
 
 def _drop_traceback(error: BaseException | None) -> None:

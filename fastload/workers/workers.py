@@ -93,8 +93,13 @@ class Workers:
         """
         raise NotImplementedError
 
-    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
+    def receive(
+        self, timeout: float, tick: Callable[[], None] | None, awaited: Callable[[], str]
+    ) -> list[Arrival]:
         """Wait for at least one arrival. `tick` is called now and then meanwhile.
+
+        Args:
+            awaited: says what is waited for.
 
         Raises:
             WorkerError: a worker died.
@@ -208,7 +213,9 @@ class ThisProcess(Workers):
                 self._prefetch(work)
         return True
 
-    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
+    def receive(
+        self, timeout: float, tick: Callable[[], None] | None, awaited: Callable[[], str]
+    ) -> list[Arrival]:
         self._announce()  # before anything is taken from the queue: Ctrl-C takes it from nobody
         work = self._work[0]
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastload import DataLoader
+from fastload import DataLoader, ObjectDataset
 from tests.loaderdata import Numbers
 
 
@@ -60,3 +63,39 @@ def test_a_few_bad_samples_an_epoch_are_no_warning() -> None:
         list(loader)
     stats = loader.stats()
     assert stats["counters"]["bad.samples"] == 8 and "replaced" not in stats["verdict"]
+
+
+def refuse_a(text: bytes) -> bytes:
+    if text == b"a":
+        raise ValueError("no label")
+    return text
+
+
+def texts(root: Path, *names: str) -> ObjectDataset:
+    for number, name in enumerate(names):
+        (root / f"{number}.txt").write_text(name)
+    return ObjectDataset(root, transform=refuse_a)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_sample_of_a_transform_is_noted_by_its_key(num_workers: int, tmp_path: Path) -> None:
+    loader = DataLoader(texts(tmp_path, "a", "b"), None, num_workers=num_workers, on_error="replace")
+    assert list(loader) == [b"b", b"b"]
+    assert loader.stats()["bad"] == [("0.txt", "ValueError: no label")]
+
+
+@pytest.mark.parametrize(
+    ("on_error", "words"), [("replace", "the 16 that it was to replace"), ("repeat", "all of its batch")]
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_error_of_a_transform_says_that_substitutes_are_bad_too(
+    on_error: str, words: str, num_workers: int, tmp_path: Path
+) -> None:
+    loader = DataLoader(texts(tmp_path, "a", "a"), 2, num_workers=num_workers, on_error=on_error)
+    with (
+        pytest.warns(RuntimeWarning, match="bad samples") if on_error == "replace" else nullcontext(),
+        pytest.raises(ValueError, match="no label") as caught,
+    ):
+        list(loader)
+    told = "".join(traceback.format_exception_only(caught.value))
+    assert f".txt'. on_error='{on_error}' ends here: {words} are bad too)" in told

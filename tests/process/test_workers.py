@@ -280,6 +280,16 @@ def test_death_with_guards_removed_is_not_reported(
             list(DataLoader(Numbers(8, At(3, "kill")), num_workers=2, timeout=2))
 
 
+def test_timeout_names_the_samples(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    dataset = ObjectDataset(tmp_path, transform=lambda text: At(2, "sleep", 60)(int(text)))
+    loader = DataLoader(dataset, 2, num_workers=1, timeout=1)
+    with pytest.raises(RuntimeError, match="timed out after 1 seconds") as caught:
+        list(loader)
+    assert "waited for step 1: sample 2 '2.txt', sample 3 '3.txt'. " in caught.value.__notes__[0]
+
+
 def test_persistent_workers_start_again_after_a_death() -> None:
     loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
     iterator = iter(loader)
