@@ -24,7 +24,7 @@ from fastload.cli.script import FAILED, MEASURE, OFF
 from fastload.errors import ArgumentError
 
 _SECONDS_TO_THE_FIRST_LOADER = 600.0
-_SECONDS_TO_END = 15.0  # after the interrupt
+_SECONDS_TO_END = 60.0  # after the interrupt
 _SECONDS_AGAIN = 10.0  # of the run that tells whether the script has an order
 _LAST_LINES = 15
 _FEWEST_BATCHES = 4  # of each loader, for a rate
