@@ -24,7 +24,8 @@ from fastload.cli.script import FAILED, MEASURE, OFF
 from fastload.errors import ArgumentError
 
 _SECONDS_TO_THE_FIRST_LOADER = 600.0
-_SECONDS_TO_END = 60.0  # after the interrupt
+# An interrupt that comes in a finalizer, or while a process forks, is lost: Python only prints it.
+_INTERRUPTS, _SECONDS_TO_END = 4, 15.0  # after each
 _SECONDS_AGAIN = 10.0  # of the run that tells whether the script has an order
 _LAST_LINES = 15
 _FEWEST_BATCHES = 4  # of each loader, for a rate
@@ -221,11 +222,13 @@ def _run(
         ended, code = "killed", None
         try:
             interrupted = not _wait(script, Path(directory), seconds)
-            if interrupted:
-                os.killpg(script.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = script.wait(_SECONDS_TO_END)
-                ended, code = ("interrupted", None) if interrupted else ("itself", code)
+            for _ in range(_INTERRUPTS):
+                if interrupted:
+                    os.killpg(script.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = script.wait(_SECONDS_TO_END)
+                    ended, code = ("interrupted", None) if interrupted else ("itself", code)
+                    break
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)  # its workers too

@@ -439,16 +439,25 @@ def test_framework_with_a_loader_of_its_own(write: Any) -> None:
     assert "python -m fastload train.py" in report["changes"][0]
 
 
-def test_script_that_ignores_the_interrupt_is_killed(
-    write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("handler", "patience", "ended"),
+    [
+        ("signal.SIG_IGN", 0.2, "killed"),
+        # As where it comes in a finalizer.
+        ("lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler)", 3, "interrupted"),
+    ],
+    ids=["ignores all", "loses the first"],
+)
+def test_script_that_ignores_interrupts_is_killed(
+    handler: str, patience: float, ended: str, write: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(trial, "_SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(trial, "_SECONDS_TO_END", patience)
     script = write(
         "import signal, time\nfrom torch.utils.data import DataLoader\nloader = DataLoader(range(10**6))\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nfor batch in loader:\n    time.sleep(0.01)\n"
+        f"signal.signal(signal.SIGINT, {handler})\nfor batch in loader:\n    time.sleep(0.01)\n"
     )
     run, loaders = trial._run([str(script)], tmp_path / "log", off=False, seconds=0.5)
-    assert (run.ended, run.exit_code, run.failure) == ("killed", None, None)
+    assert (run.ended, run.exit_code, run.failure) == (ended, None, None)
     assert loaders[0]["batches"] > 1
 
 
