@@ -1,10 +1,9 @@
-"""The cost of handing a batch from a worker to the training process, and of start-up: torch and fastload.
+"""The cost of handing a batch from a worker to the training process: torch and fastload.
 
     python -m bench handover [--repeats 5] [--batches 100] [--json]
 
 The samples are ready (the same tensor each time), so only collating, passing on and taking a batch are
-measured. Both sides take turns in the same run. Start-up is the time from a loader's constructor to its first
-batch, in a process of its own, after the imports.
+measured. Both sides take turns in the same run. `python -m bench starts` has their start.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -24,7 +21,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
-from bench.data import BATCH, ROOT, WORKERS
+from bench.data import BATCH, WORKERS
 
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
@@ -56,39 +53,18 @@ def rate(loader_class: Any, dtype: torch.dtype, batches: int) -> float:
     return BATCH * batches / elapsed
 
 
-def start_up(name: str, context: str) -> float:
-    """Seconds from the constructor to the first batch, in this process."""
-    begin = time.perf_counter()
-    dataset = Ready(torch.uint8, BATCH * 4)
-    loader = LOADERS[name](dataset, batch_size=BATCH, num_workers=WORKERS, multiprocessing_context=context)
-    next(iter(loader))
-    return time.perf_counter() - begin
-
-
-def start_up_elsewhere(name: str, context: str) -> float:
-    command = [sys.executable, "-m", "bench.measure.handover", "--start-up", name, context]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
-
-
 def measure(repeats: int, batches: int) -> list[dict[str, Any]]:
-    """One row per measurement: every value of both sides, medians, and how much better fastload is."""
-    jobs: list[tuple[str, str, Any]] = [
-        ("float32", "img/s", lambda name: rate(LOADERS[name], torch.float32, batches)),
-        ("uint8", "img/s", lambda name: rate(LOADERS[name], torch.uint8, batches)),
-        ("start, fork", "s", lambda name: start_up_elsewhere(name, "fork")),
-        ("start, forkserver", "s", lambda name: start_up_elsewhere(name, "forkserver")),
-    ]
+    """One row per dtype: every rate of both sides, medians, and how much better fastload is."""
     rows = []
-    for what, unit, job in jobs:
+    for dtype in (torch.float32, torch.uint8):
         values: dict[str, list[float]] = {name: [] for name in LOADERS}
         for _ in range(repeats):
-            for name in LOADERS:
-                values[name].append(job(name))
-        theirs, ours = (statistics.median(values[name]) for name in LOADERS)
-        better = ours / theirs if unit == "img/s" else theirs / ours
-        rows.append(
-            {"what": what, "unit": unit, "torch": theirs, "fastload": ours, "ratio": better, "all": values}
-        )
+            for name, loader_class in LOADERS.items():
+                values[name].append(rate(loader_class, dtype, batches))
+        medians = {name: statistics.median(found) for name, found in values.items()}
+        what = str(dtype).removeprefix("torch.")
+        better = medians["fastload"] / medians["torch"]
+        rows.append({"what": what, "unit": "img/s", **medians, "ratio": better, "all": values})
     return rows
 
 
@@ -99,18 +75,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--start-up", nargs=2, metavar=("LOADER", "CONTEXT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.start_up:
-        print(start_up(*arguments.start_up))
-        return
     rows = measure(arguments.repeats, arguments.batches)
     table = Table(title=f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians")
     for heading in ("", "unit", "torch", "fastload", "times better"):
         table.add_column(heading, justify="left" if heading in ("", "unit") else "right")
     for row in rows:
-        digits = 0 if row["unit"] == "img/s" else 2
-        sides = [f"{row[name]:,.{digits}f}" for name in LOADERS]
+        sides = [f"{row[name]:,.0f}" for name in LOADERS]
         table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")
     Console().print(table)
     if arguments.json:

@@ -22,7 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader as TorchLoader
@@ -77,6 +76,11 @@ def loader_of(job: Job) -> Any:
 
 def run(job: Job) -> None:
     """Do a job in this process, and print its figures."""
+    from bench.peers.peer import (  # not above: spawned workers import this module too
+        connections_of,
+        memory_of,
+    )
+
     loader = loader_of(job)
     start = time.perf_counter()
     looked, first, images, memory, connections = start, 0.0, 0, 0.0, 0
@@ -85,9 +89,8 @@ def run(job: Job) -> None:
         first = first or now - start
         images += len(batch)
         if now - looked > LOOK:
-            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-            memory = max(memory, sum(process.memory_full_info().pss for process in family) / 1e6)
-            connections = max(connections, sum(len(process.net_connections("tcp")) for process in family))
+            memory = max(memory, memory_of(os.getpid()) / 1e6)
+            connections = max(connections, connections_of(os.getpid()))
             looked = time.perf_counter()
     rate = images / (time.perf_counter() - start)
     print(json.dumps({"first": first, "rate": rate, "memory": memory, "connections": connections}))

@@ -22,7 +22,7 @@ from bench.data import BATCH, SIZE
 from bench.peers.contenders import WITH_OWN_FILES, Contender
 from bench.peers.environment import SCRIPTS, Unavailable, python_of
 
-__all__ = ["Peer", "Run", "make_own_files", "memory_of"]
+__all__ = ["Peer", "Run", "connections_of", "make_own_files", "memory_of"]
 
 TO_START = 180.0
 TO_ANSWER = 180.0  # beyond the seconds of an epoch: MosaicML waits for 60 s before its first batch
@@ -176,6 +176,15 @@ def memory_of(pid: int) -> int:
     for process in _family(pid):
         with contextlib.suppress(psutil.Error):
             total += process.memory_full_info().pss
+    return total
+
+
+def connections_of(pid: int) -> int:
+    """TCP connections of a process and all below it."""
+    total = 0
+    for process in _family(pid):
+        with contextlib.suppress(psutil.Error):
+            total += len(process.net_connections("tcp"))
     return total
 
 

@@ -125,6 +125,11 @@ def tell_sample(error: Exception, sample: str) -> None:
         error.__dict__.setdefault("fastload_sample", sample)
 
 
+def tell_more(error: Exception, text: str) -> None:
+    """Add a text to the sample's name, see `tell_sample`."""
+    error.__dict__["fastload_sample"] = error.__dict__.get("fastload_sample", "") + text
+
+
 def note_sample(error: Exception) -> None:
     """Show the name of the sample below the text of an error that does not leave this process."""
     sample = error.__dict__.pop("fastload_sample", "")

@@ -27,7 +27,7 @@ from fastload.errors import (
 )
 from fastload.images.rng import SampleSeeds
 from fastload.metrics.counters import Counters
-from fastload.workers.collate import tell_sample
+from fastload.workers.collate import tell_more, tell_sample
 from fastload.workers.sample_threads import SampleThreads, Task
 
 _log = logging.getLogger("fastload")
@@ -395,7 +395,7 @@ class ErrorPolicy:
                 if isinstance(error, FastloadError):
                     error.message += end
                 else:
-                    error.__dict__["fastload_sample"] += end
+                    tell_more(error, end)
                 raise error
             for _, error in errors:
                 _drop_traceback(error)
