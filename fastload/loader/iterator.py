@@ -30,8 +30,8 @@ from fastload.workers.reading import name_sample
 from fastload.workers.workers import Arrival, Workers
 
 _HANGS = (
-    "Code of your own or the store hangs, or takes longer than timeout=: with num_workers=0 and without "
-    "timeout=, Ctrl-C shows the line"
+    "Your own code or the store hangs, or takes longer than timeout=. To see the line, run with "
+    "num_workers=0 and without timeout=, and press Ctrl-C"
 )
 
 
