@@ -33,7 +33,8 @@ from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.budget_sampler import check_sampler
-from fastload.order.sampler import ShardSampler, known_length
+from fastload.order.sampler import known_length
+from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.sample_log import LogWriter

@@ -30,7 +30,8 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
+from fastload.order.sampler import DistributedSampler, indexed_length, known_length
+from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
 from fastload.shards.formats import FORMATS
 from fastload.store.failures import public_url
