@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.checks import shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
 from fastload.distributed.frameworks import ASKED_BY_PREPARE, is_prepared, warn_of_ray
+from fastload.errors import shorten_errors
 from fastload.gpu.transfer import resolve_device
 from fastload.loader.arguments import (
     check_arguments,

@@ -15,8 +15,7 @@ import time
 from functools import partial
 from typing import Any
 
-from fastload.checks import shorten_errors
-from fastload.errors import LimitError
+from fastload.errors import LimitError, shorten_errors
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
