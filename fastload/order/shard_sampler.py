@@ -1,8 +1,10 @@
 """The samples of each rank in shards: those of a `DistributedSampler`, once the shards are indexed.
 
-not indexed yet           no length: the loader reads streams, and the epoch orders the shards
-indexed                   the order of all samples, dealt to the ranks
-indexed, in row groups    the order of `batches="columns"`: in blocks, each rank's of its own row groups
+    not indexed yet       no length: the loader reads streams, and the epoch orders the shards
+    indexed               the order of all samples, dealt to the ranks
+    columns, shuffled     an order in blocks, in which each rank has row groups of its own
+
+Between epochs, a state of the first serves the second.
 """
 
 from __future__ import annotations

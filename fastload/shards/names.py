@@ -1,9 +1,11 @@
 """The ways to name shards.
 
-s3://bucket/train/                      all shards below
-s3://bucket/train/{0000..0146}.tar      147 shards; also {train,val}, {00..98..2}, nested
-s3://bucket/**/part-*.tfrecord          ? and * within a path component, ** across, [a-z]
-s3://bucket/train/index.json            the shards that wids' index lists, relative to it
+    s3://bucket/train/                      all shards below
+    s3://bucket/train/{0000..0146}.tar      147 shards; also {train,val}, {00..98..2}, nested
+    s3://bucket/**/part-*.tfrecord          ? and * within a path component, ** across, [a-z]
+    s3://bucket/train/index.json            the shards that wids' index lists, relative to it
+
+Anybody may have written an index: its names lead to its folder, or its own bucket, and nowhere else.
 """
 
 from __future__ import annotations
