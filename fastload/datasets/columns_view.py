@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 from typing import Any
 
 import numpy as np
 
+from fastload.checks import check_index
 from fastload.datasets.columns import ColumnBatch, ColumnSource, Rows
-from fastload.datasets.store_view import StoreView
+from fastload.datasets.store_view import StoreView, numbered
 from fastload.datasets.views import Allocate, RowErrors, RowRequests
 from fastload.errors import DecodeError
 
@@ -48,21 +47,18 @@ class ColumnsView(StoreView):
     def _numbered(self, todo: RowRequests, errors: RowErrors) -> tuple[Rows, Rows]:
         """Return (rows of the batch, rows of the dataset) of the requests that have a sample."""
         count = len(self.dataset)  # type: ignore[arg-type]
-        try:
-            pairs = np.fromiter(itertools.chain.from_iterable(todo), np.int64, 2 * len(todo)).reshape(-1, 2)
-            rows, indices = pairs.T
-        except (TypeError, ValueError, OverflowError):
-            indices = rows = np.empty(0, np.int64)
-        if not len(rows) or indices.min() < -count or indices.max() >= count:
-            known = []
-            for row, index in todo:
-                try:
-                    self.dataset._record(index)
-                    known.append((row, operator.index(index)))
-                except Exception as error:
-                    errors.append((row, error))
-            rows, indices = np.array(known, np.int64).reshape(-1, 2).T
-        return rows, indices % count
+        rows, numbers = numbered(todo, count)
+        if len(rows) == len(todo):
+            return rows, numbers
+        known = []
+        for row, index in todo:
+            try:
+                self.dataset._record(index)
+                known.append((row, check_index(index, count, "samples")))
+            except Exception as error:
+                errors.append((row, error))
+        rows, numbers = np.array(known, np.int64).reshape(-1, 2).T
+        return rows, numbers
 
     def _fill_from(self, batch: ColumnBatch, number: int, rows: Rows, places: Rows) -> RowErrors:
         try:

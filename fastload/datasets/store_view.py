@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Set
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -127,7 +129,7 @@ class StoreView(PlainView):
         cache = self.dataset.cache
         if cache is None or not threads() or not self.made_by_kernel():
             return indices
-        positions, records = _numbered(list(enumerate(indices)), len(self.dataset))  # type: ignore[arg-type]
+        positions, records = numbered(list(enumerate(indices)), len(self.dataset))  # type: ignore[arg-type]
         places = self._locate(cache, records)
         if not places.here.any():
             return indices
@@ -208,7 +210,7 @@ class StoreView(PlainView):
         crop = builder.kernel_crop(batch)
         if crop is None or dataset.cache is None:
             return frozenset()
-        rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]
+        rows, records = numbered(todo, len(dataset))  # type: ignore[arg-type]
         places = self._locate(dataset.cache, records)
         if not places.here.any():
             return frozenset()
@@ -258,11 +260,16 @@ class StoreView(PlainView):
         return self.dataset._builder.new_batch(n, allocate, encoded=True, records=records)
 
 
-def _numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (rows, records) of the requests whose samples are among `count`."""
-    if {type(index) for _, index in todo} != {int}:
+def numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (rows, records) of the requests whose indices are numbers of `count` samples."""
+    if set(map(type, map(itemgetter(1), todo))) != {int}:
         todo = [(row, int(index)) for row, index in todo if isinstance(index, int | np.integer)]
-    rows, indices = np.array(todo, np.int64).reshape(-1, 2).T
+    try:
+        pairs = np.fromiter(chain.from_iterable(todo), np.int64, 2 * len(todo))
+    except OverflowError:
+        todo = [request for request in todo if -count <= request[1] < count]
+        pairs = np.fromiter(chain.from_iterable(todo), np.int64, 2 * len(todo))
+    rows, indices = pairs.reshape(-1, 2).T
     known = (indices >= -count) & (indices < count)
     return rows[known], indices[known] % count
 
