@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fastload.metrics.watch import watch
     from fastload.order.budget_sampler import BudgetSampler
     from fastload.order.mixture_sampler import MixtureSampler
-    from fastload.order.sampler import DistributedSampler, ShardSampler
+    from fastload.order.sampler import DistributedSampler
+    from fastload.order.shard_sampler import ShardSampler
     from fastload.shards.beton import BetonDataset
     from fastload.shards.litdata import LitDataset
     from fastload.shards.mds import MDSDataset
@@ -61,7 +62,7 @@ _HOME = {
     "PackTokens": "fastload.datasets.packed",
     "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
-    "ShardSampler": "fastload.order.sampler",
+    "ShardSampler": "fastload.order.shard_sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",

@@ -1,4 +1,4 @@
-"""Every error that fastload raises on purpose, its warnings, and text that they may show.
+"""Every error that fastload raises on purpose, its warnings, and the text and frames that they show.
 
     FastloadError
     ├── ArgumentError      (ValueError)          an invalid argument, found before any work starts
@@ -21,12 +21,20 @@ page with causes and remedies; tracebacks print it, as a note below the message.
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import inspect
 import logging
 import os
 import sys
+import traceback
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # The only place with the address of the documentation.
 DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
@@ -303,9 +311,6 @@ class WorkerError(FastloadError, RuntimeError):
 
 # --- text as a terminal, a log or a page may show it, wherever it came from
 
-# The folder of the files whose frames are fastload's. Not of fastload_train.py beside it.
-PACKAGE = str(Path(__file__).parent) + os.sep
-
 
 def printable(text: str, keep: str = "") -> str:
     r"""Return `text` with escapes, those of `repr`, in place of its characters that are not printable.
@@ -326,6 +331,21 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
+def warn(text: str) -> None:
+    """Warn of what training goes on with: a RuntimeWarning; under `-W error` a line of the log."""
+    try:
+        warnings.warn(printable(text), RuntimeWarning, user_level())
+    except RuntimeWarning:
+        logging.getLogger("fastload").warning("%s", printable(text))
+
+
+# --- the frames that a traceback shows
+
+# The folder of the files whose frames are fastload's. Not of fastload_train.py beside it.
+PACKAGE = str(Path(__file__).parent) + os.sep
+_THREADS = str(Path(concurrent.futures.__file__).parent)
+
+
 def user_level() -> int:
     """Return the `stacklevel` with which a warning of the caller shows the line outside this package."""
     level, frame = 1, sys._getframe(1)
@@ -334,9 +354,73 @@ def user_level() -> int:
     return level
 
 
-def warn(text: str) -> None:
-    """Warn of what training goes on with: a RuntimeWarning; under `-W error` a line of the log."""
-    try:
-        warnings.warn(printable(text), RuntimeWarning, user_level())
-    except RuntimeWarning:
-        logging.getLogger("fastload").warning("%s", printable(text))
+def shorten_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a public function whose errors show the line that called it, and not fastload's frames below it.
+
+    A call that does not fit the signature is a TypeError as before, and says what to write.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except FastloadError as error:
+            if raised_by_us(error.__cause__):
+                error.__cause__, error.__suppress_context__ = None, True
+            if _is_ours(error):
+                error.__traceback__ = None
+            raise
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # from the body of the function
+            raise TypeError(_explain_call(function, args, kwargs) or str(error)) from None
+
+    return call
+
+
+def raised_by_us(error: BaseException | None) -> bool:
+    """Return whether an error and its causes come from frames of fastload alone, which tell nobody more."""
+    while error is not None:
+        if error.__traceback__ is None or not _is_ours(error):
+            return False
+        error = error.__cause__
+    return True
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether all frames between here and an error are fastload's, or of threads that it started."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return all(frame.f_code.co_filename.startswith((PACKAGE, _THREADS)) for frame, _ in frames)
+
+
+def _explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return why a call does not fit the signature, and what to write; None: for another reason."""
+    parameters = list(inspect.signature(function).parameters.values())
+    name = function.__qualname__.removesuffix(".__init__")
+    if name != function.__qualname__:  # a constructor
+        parameters, args = parameters[1:], args[1:]
+    names = [one.name for one in parameters]
+    unknown = next((word for word in kwargs if word not in names), None)
+    if unknown is not None:
+        import difflib  # rarely needed, and every command imports this module
+
+        near = difflib.get_close_matches(unknown, names, n=1)
+        says = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names)}"
+        if "storage_options" in names:  # without the value, which may be a secret
+            says += f". An option of the store is written as storage_options={{{unknown!r}: ...}}"
+        return f"{name}() has no argument {unknown!r}: {says}"
+    by_position = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    if len(args) > len(by_position):
+        named = ", ".join(f"{one}=" for one in names[len(by_position) :])
+        return (
+            f"{name}() takes {', '.join(by_position)} by position, and {len(args)} values were given: name "
+            f"the others ({named})"
+        )
+    missing = [
+        one.name
+        for one in parameters[len(args) :]
+        if one.default is one.empty and one.name not in kwargs and one.kind is not one.VAR_KEYWORD
+    ]
+    if missing:
+        return f"{name}() needs {' and '.join(missing)}: write {name}({', '.join(by_position)})"
+    return None

@@ -30,8 +30,8 @@ from fastload.cache.segment import (
     record_size,
 )
 from fastload.cache.writer import Item
-from fastload.checks import parse_size, shorten_errors, whole_number
-from fastload.errors import ArgumentError, CacheError
+from fastload.checks import parse_size, whole_number
+from fastload.errors import ArgumentError, CacheError, shorten_errors
 from fastload.formats.jpeg import DCT_MAGIC
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import need_linux

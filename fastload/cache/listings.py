@@ -12,7 +12,9 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.cache import Cache
-from fastload.checks import parse_duration
-from fastload.errors import CacheError, FastloadError, StoreError, address, user_level
+from fastload.errors import ArgumentError, CacheError, FastloadError, StoreError, address, user_level
 from fastload.store.base import Store
 from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
@@ -37,6 +38,9 @@ _log = logging.getLogger("fastload")
 _KEPT = 4  # listings of one name
 _JOBS = 16  # whose listing is remembered
 _POLL_SECONDS = 0.05
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.IGNORECASE | re.ASCII)
 
 
 class Listings:
@@ -299,3 +303,16 @@ def _may_keep(manifest: Manifest, store: Store) -> bool:
 
 def _digest(manifest: Manifest) -> str:
     return "".join(manifest.digests)
+
+
+def parse_duration(value: float | str, name: str) -> float:
+    """Return seconds, from a number or text such as "30m", "12h" or "7d"; text without a unit is seconds."""
+    seconds = math.nan
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        seconds = float(match[1]) * _SECONDS[match[2].lower() or "s"] if match else math.nan
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 <= seconds < math.inf:
+        raise ArgumentError(f'{name}={value!r}; give seconds, or text such as "30m", "12h" or "7d"')
+    return seconds

@@ -106,7 +106,7 @@ def dataset_class(kind: str) -> Any:
 
 def find_kind(url: str, options: dict[str, Any], asked: str = AUTO) -> str:
     """Return what is at `url`: as asked for, else by its name, else by the first keys below it."""
-    from fastload.shards.formats import expand_braces
+    from fastload.shards.names import expand_braces
     from fastload.store import open_store
     from fastload.store.listing import IMAGE_EXTENSIONS
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fastload.checks import shorten_errors, whole_number
+from fastload.checks import whole_number
 from fastload.datasets.composed import ConcatView, Location
 from fastload.datasets.views import Reach, View, check_dataset
 from fastload.datasets.wrappers import view_of
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, shorten_errors
 from fastload.order.mixing import MOST_SAMPLES, PASS_BITS, GivenWeights, Proportions
 from fastload.order.mixture_sampler import MixtureSampler
 from fastload.order.sampler import indexed_length

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.checks import check_function, check_index, check_one_of, shorten_errors
+from fastload.checks import check_function, check_index, check_one_of
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.sample_fields import SampleFields, Shape, still_encoded
 from fastload.datasets.sample_transforms import Transform, images_kept
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import StoreDataset, override_of
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, shorten_errors
 from fastload.fetch.reads import ObjectSource
 from fastload.images.crop import Crop
 from fastload.images.decode import decode_pil

@@ -20,11 +20,11 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.checks import check_function, shorten_errors, whole_number
+from fastload.checks import check_function, whole_number
 from fastload.datasets.payloads import ObjectPayloads, known_images
 from fastload.datasets.sample_fields import SampleFields
 from fastload.datasets.sample_transforms import Transform, images_kept
-from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.errors import ArgumentError, DecodeError, FastloadError, shorten_errors
 from fastload.formats.tokens import npy_header
 from fastload.formats.values import as_json, as_text, unpickle
 from fastload.images.crop import Crop

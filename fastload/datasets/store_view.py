@@ -3,14 +3,18 @@
     rows of a batch ─▶ their records lie in the cache ─▶ one call of the kernel makes all of them
                         └─ no ─▶ prefetcher ─▶ payloads, as they come ─▶ values ─▶ SampleBuilder
 
-The kernel makes rows alone where a sample is one image and no code of the user has a part in it.
+The kernel makes rows alone where a sample is one image and no code of the user has a part in it. With
+`batches="columns"` the rows of a batch are looked up, and taken at its end.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Set
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,8 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.segment import Places
+from fastload.checks import check_index
+from fastload.datasets.columns import ColumnBatch, ColumnSource, Rows
 from fastload.datasets.payloads import keep
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.samples import RowBatch, Todo
@@ -33,6 +39,7 @@ from fastload.datasets.views import (
     reraise,
     stopping,
 )
+from fastload.errors import DecodeError
 from fastload.images.kernel import active, threads
 from fastload.images.rng import mix_all, sample_seed, sample_seeds
 from fastload.store.budget import RequestBudget
@@ -258,11 +265,97 @@ class StoreView(PlainView):
         return self.dataset._builder.new_batch(n, allocate, encoded=True, records=records)
 
 
+class ColumnsView(StoreView):
+    """A `StoreDataset` whose batches are taken as columns."""
+
+    def made_by_kernel(self) -> bool:
+        return self.override is None  # no code of the user runs, and one process reads each chunk once
+
+    def writes(self) -> bool:
+        return self.override is None
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self.dataset.prefetch(indices)
+
+    def form(self) -> Any:
+        return repr(self._source.forms), self.dataset._builder.structure
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any:
+        return ColumnBatch(n, allocate, self._source.forms)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        self.dataset.counters.add("decode.samples", len(todo))
+        errors: RowErrors = []
+        rows, numbers = self._known(todo, errors)
+        batch.index_of[rows] = numbers
+        chunks, places = self._source.locate(numbers)
+        order = np.argsort(chunks, kind="stable")
+        bounds = np.flatnonzero(np.diff(chunks[order])) + 1
+        for some in np.split(order, bounds) if len(order) else ():
+            errors += self._fill_from(batch, int(chunks[some[0]]), rows[some], places[some])
+        return errors
+
+    def _known(self, todo: RowRequests, errors: RowErrors) -> tuple[Rows, Rows]:
+        """Return (rows of the batch, rows of the dataset) of the requests that have a sample."""
+        count = len(self.dataset)  # type: ignore[arg-type]
+        rows, numbers = _numbered(todo, count)
+        if len(rows) == len(todo):
+            return rows, numbers
+        known = []
+        for row, index in todo:
+            try:
+                self.dataset._record(index)
+                known.append((row, check_index(index, count, "samples")))
+            except Exception as error:
+                errors.append((row, error))
+        rows, numbers = np.array(known, np.int64).reshape(-1, 2).T
+        return rows, numbers
+
+    def _fill_from(self, batch: ColumnBatch, number: int, rows: Rows, places: Rows) -> RowErrors:
+        try:
+            chunk = self._source.chunk(number)
+        except DecodeError as error:
+            return [(row, self._own(batch, row, error)) for row in rows.tolist()]
+        except Exception as error:
+            return [(row, error) for row in rows.tolist()]
+        batch.put(chunk, rows, places)
+        errors: dict[int, Exception] = {}
+        for fault in chunk.faults:
+            for row in rows[fault.rows[places]].tolist():
+                errors.setdefault(row, self._own(batch, row, DecodeError(self._source.why_not(fault))))
+        return list(errors.items())
+
+    def _own(self, batch: ColumnBatch, row: int, error: DecodeError) -> Exception:
+        """Return the error of a chunk as that of one of its rows, which it names."""
+        own = copy.copy(error)
+        own.key = self.key(int(batch.index_of[row]))
+        return own
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return self.dataset[int(batch.index_of[row])]
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        batch.copy_row(target, source)
+
+    def finish_batch(self, batch: Any) -> Any:
+        with self.dataset.counters.timed("decode"):
+            return self.dataset._builder.batch_of(batch.finish())
+
+    @property
+    def _source(self) -> ColumnSource:
+        return self.dataset._column_source()
+
+
 def _numbered(todo: RowRequests, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (rows, records) of the requests whose samples are among `count`."""
-    if {type(index) for _, index in todo} != {int}:
+    """Return (rows, records) of the requests whose indices are numbers of `count` samples."""
+    if set(map(type, map(itemgetter(1), todo))) != {int}:
         todo = [(row, int(index)) for row, index in todo if isinstance(index, int | np.integer)]
-    rows, indices = np.array(todo, np.int64).reshape(-1, 2).T
+    try:
+        pairs = np.fromiter(chain.from_iterable(todo), np.int64, 2 * len(todo))
+    except OverflowError:
+        todo = [request for request in todo if -count <= request[1] < count]
+        pairs = np.fromiter(chain.from_iterable(todo), np.int64, 2 * len(todo))
+    rows, indices = pairs.reshape(-1, 2).T
     known = (indices >= -count) & (indices < count)
     return rows[known], indices[known] % count
 

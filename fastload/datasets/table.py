@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.checks import check_index, check_one_of, shorten_errors
+from fastload.checks import check_index, check_one_of
 from fastload.datasets.payloads import settled
 from fastload.datasets.row_objects import RowObjects
 from fastload.datasets.sample_fields import Shape
@@ -27,7 +27,7 @@ from fastload.datasets.sample_files import File, FileLeaf, FilePayloads, Picture
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import StoreDataset, check_batches, some_of
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, shorten_errors
 from fastload.fetch.reads import ObjectSource, RangeSource, record_name, split_name
 from fastload.store import open_store, with_budget
 from fastload.store.listing import Keys, ListingQuery

@@ -32,11 +32,10 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 from fastload.cache import Cache, as_cache
 from fastload.checks import check_function, check_index
-from fastload.datasets.columns_view import ColumnsView
 from fastload.datasets.composed import ConcatView, MapView, StackView, SubsetView
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
-from fastload.datasets.store_view import StoreView
+from fastload.datasets.store_view import ColumnsView, StoreView
 from fastload.datasets.views import (
     AnnouncedView,
     CacheFilling,

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from fastload.checks import shorten_errors
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, shorten_errors
 from fastload.gpu.tree import tree_leaves, tree_map
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastload.checks import refuse_class, shorten_errors
-from fastload.errors import ArgumentError, DecodeError
+from fastload.checks import refuse_class
+from fastload.errors import ArgumentError, DecodeError, shorten_errors
 from fastload.images.crop import LARGEST_SIDE, Crop, CropBox, Size, check_size, whole_side
 from fastload.images.decode import resized_size
 from fastload.images.kernel import BoxLaw, kernel

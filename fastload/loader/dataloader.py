@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.checks import shorten_errors
 from fastload.datasets.mixture import check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
 from fastload.distributed.frameworks import ASKED_BY_PREPARE, is_prepared, warn_of_ray
+from fastload.errors import shorten_errors
 from fastload.gpu.transfer import resolve_device
 from fastload.loader.arguments import (
     check_arguments,
@@ -33,7 +33,8 @@ from fastload.loader.samples_at import Inspection
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.machine import need_linux
 from fastload.order.budget_sampler import check_sampler
-from fastload.order.sampler import ShardSampler, known_length
+from fastload.order.sampler import known_length
+from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import parse_state, plain_state, reading_state
 from fastload.trace.digest import find_part
 from fastload.trace.sample_log import LogWriter

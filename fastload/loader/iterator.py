@@ -15,12 +15,11 @@ import time
 from functools import partial
 from typing import Any
 
-from fastload.checks import shorten_errors
-from fastload.errors import LimitError
+from fastload.errors import LimitError, shorten_errors
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
-from fastload.loader.schedule import ReorderBuffer, Scaling, Schedule, follow_exclusions, new_schedule
+from fastload.loader.schedule import ReorderBuffer, Schedule, follow_exclusions, new_schedule, scale
 from fastload.metrics.counters import stage
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.order.position import Position
@@ -78,7 +77,6 @@ class LoaderIterator(TorchIterator):
         )
         pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
         self._delivery = Delivery(self._device, context, self._engine, pin)
-        self._scaling = Scaling(context, self._engine)
         if inline:
             if start.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
@@ -231,7 +229,7 @@ class LoaderIterator(TorchIterator):
             raise
         self._give_more(lane, arrival.worker_id)
         self._context.meter.delivered()
-        if self._scaling.adjust(self._schedule, len(self._reorder)):
+        if scale(self._schedule, self._context, self._engine, len(self._reorder)):
             self._fill()
         self._count(lane, arrival)  # last, for the same reason
         return batch

@@ -27,8 +27,9 @@ from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.exclusions import Filter, Reading
 from fastload.order.order import EpochOrder, segments_of
 from fastload.order.position import Position, continued
-from fastload.order.sampler import ShardSampler, known_length
+from fastload.order.sampler import known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
+from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import VERSION, Coming, Identity, State, WorkerState
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe

@@ -275,34 +275,30 @@ def new_schedule(
     )
 
 
-class Scaling:
-    """Has as many workers make batches as num_workers="auto" wants; without it, all of them."""
+def scale(schedule: Schedule, context: LoaderContext, workers: Workers, in_flight: int) -> bool:
+    """Let as many workers make batches as num_workers="auto" wants; without it, all of them.
 
-    def __init__(self, context: LoaderContext, workers: Workers) -> None:
-        self._context = context
-        self._workers = workers
+    A worker that is parked finishes its work, and waits.
 
-    def adjust(self, schedule: Schedule, in_flight: int) -> bool:
-        """Start or park workers. Returns whether more work may be given out than before.
-
-        A worker that is parked finishes its work, and waits.
-        """
-        autoscaler, threads = self._context.autoscaler, self._workers.kernel_threads
-        # Where there is no more work, more threads still help with what was given out.
-        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
-            return False
-        wanted = autoscaler.look(self._context.counters, in_flight)
-        missing: list[int] = []
-        if threads:
-            self._workers.scale(wanted, autoscaler.ahead)
-        else:
-            schedule.park(wanted)
-            missing = schedule.missing(wanted)
-            self._workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
-        schedule.turn.extend(missing)
-        self._context.meter.workers = wanted
-        before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
-        return bool(missing) or schedule.ahead > before
+    Returns:
+        whether more work may be given out than before.
+    """
+    autoscaler, threads = context.autoscaler, workers.kernel_threads
+    # Where there is no more work, more threads still help with what was given out.
+    if autoscaler is None or not isinstance(schedule, IndexSchedule) or not (threads or schedule.turn):
+        return False
+    wanted = autoscaler.look(context.counters, in_flight)
+    missing: list[int] = []
+    if threads:
+        workers.scale(wanted, autoscaler.ahead)
+    else:
+        schedule.park(wanted)
+        missing = schedule.missing(wanted)
+        workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+    schedule.turn.extend(missing)
+    context.meter.workers = wanted
+    before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
+    return bool(missing) or schedule.ahead > before
 
 
 def follow_exclusions(

@@ -22,7 +22,8 @@ from fastload.datasets.wrappers import view_of
 from fastload.distributed.agreement import Ranks
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError, WorkerError
-from fastload.order.sampler import ShardSampler, indexed_length
+from fastload.order.sampler import indexed_length
+from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import State, StreamState
 from fastload.workers.streams import TakeNext
 

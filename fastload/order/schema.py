@@ -2,7 +2,9 @@
 
     plain(value) ─▶ dicts, lists, numbers, texts ─▶ read(Kind, ...): every type is checked, or ValueError
 
-A field of the type `Any` is a value of the user's, as the state of a sampler. It passes as a copy.
+A field of the type `Any` is a value of the user's, as the state of a sampler. It passes as a copy. Of a union
+of dataclasses, a value is the first whose required entries it has. An entry that is a word of Python has a
+"_" behind it as a field.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ def plain(value: Any, *, whole: bool = False) -> Any:
             entry = getattr(value, field.name)
             if whole or _is_required(field) or entry != _default(field):
                 users = hints[field.name] is Any
-                entries[field.name] = copy.deepcopy(entry) if users else plain(entry)
+                entries[_entry(field)] = copy.deepcopy(entry) if users else plain(entry)
         return entries
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _entry(field: dataclasses.Field[Any]) -> str:
+    return field.name.removesuffix("_")
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -59,10 +65,11 @@ def read(kind: type[T], value: Any) -> T:
         raise ValueError(f"{kind.__name__} is {reprlib.repr(value)}")
     hints, arguments = _hints(kind), {}  # type: ignore[arg-type]
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if field.name in value:
-            arguments[field.name] = _read_as(hints[field.name], value[field.name], field.name)
+        name = _entry(field)
+        if name in value:
+            arguments[field.name] = _read_as(hints[field.name], value[name], name)
         elif _is_required(field):
-            raise ValueError(f"{kind.__name__} lacks {field.name!r}")
+            raise ValueError(f"{kind.__name__} lacks {name!r}")
     return kind(**arguments)
 
 
@@ -72,8 +79,12 @@ def _read_as(hint: Any, value: Any, name: str) -> Any:
         return copy.deepcopy(value)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        (inner,) = [part for part in parts if part is not type(None)]
-        return None if value is None else _read_as(inner, value, name)
+        if value is None and type(None) in parts:
+            return None
+        kinds = [part for part in parts if part is not type(None)]
+        entries = value.keys() if isinstance(value, Mapping) else set[str]()
+        fitting = (kind for kind in kinds[:-1] if _required(kind) <= entries)
+        return _read_as(next(fitting, kinds[-1]), value, name)
     if origin is list and isinstance(value, list | tuple):
         return [_read_as(parts[0], item, name) for item in value]
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -85,6 +96,12 @@ def _read_as(hint: Any, value: Any, name: str) -> Any:
     if type(value) is hint and not (isinstance(value, int) and abs(value) >= _LARGEST):
         return value
     raise ValueError(f"{name!r} is {reprlib.repr(value)}")
+
+
+@functools.cache
+def _required(kind: Any) -> set[str]:
+    """Return the entries that a value of this dataclass always has."""
+    return {_entry(field) for field in dataclasses.fields(kind) if _is_required(field)}
 
 
 @functools.cache

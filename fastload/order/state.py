@@ -135,6 +135,71 @@ class DigestState(DigestPart):
 
 
 @dataclass
+class Unknown:
+    """Why a state does not say how something was made."""
+
+    why: str
+
+
+@dataclass
+class DatasetRecipe:
+    """How a dataset was made.
+
+    Attributes:
+        class_: its name.
+        url: where it is, or a list.
+        options, withheld: of its store, without secrets; the names of those that are withheld.
+        arguments: of the class, as JSON.
+        keys, versions: digests of what it lists; None: it lists nothing.
+    """
+
+    class_: str
+    url: Any
+    options: dict[str, Any]
+    withheld: list[str]
+    arguments: dict[str, Any]
+    keys: str | None
+    versions: str | None
+
+
+@dataclass
+class SamplerRecipe:
+    """How a sampler was made. `kind`: its class; the others are its arguments, where it has them."""
+
+    kind: str
+    replacement: Any = None
+    num_samples: Any = None
+    generator: str | None = None
+    shuffle: Any = None
+    seed: Any = None
+    drop_last: Any = None
+    mode: Any = None
+    nodes: int | None = None
+    exchange: Any = None
+
+
+@dataclass
+class Recipe:
+    """How a loader was made: see `fastload.trace.recipe`.
+
+    Attributes:
+        generator: it was given one.
+        batch_transform: as JSON. None: there is none. {}: a function of the user's.
+        no_images: why its batches cannot be made again; or None.
+        notes: what may be unlike them, in sentences.
+    """
+
+    dataset: DatasetRecipe | Unknown
+    sampler: SamplerRecipe | Unknown
+    drop_last: Any
+    on_error: str
+    generator: bool
+    batch_transform: dict[str, Any] | None
+    no_images: str | None
+    notes: list[str]
+
+
+@dataclass
 class State:
     """The state of a loader: what it was, the position, and what leads to the same batches.
 
@@ -149,7 +214,8 @@ class State:
         next_worker, workers, streams: who reads what. `workers` is None where datasets keep no state.
         samples: which samples these are.
         history: the orders of the epochs so far.
-        exclusions, digest, recipe: see `Exclusions`, `Digest` and `fastload.trace.recipe`.
+        exclusions, digest: see `Exclusions` and `Digest`.
+        recipe: how the loader was made.
     """
 
     version: int
@@ -165,7 +231,7 @@ class State:
     generators: dict[str, str]
     digest: DigestState
     samples: Identity = field(default_factory=Identity)
-    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe | Unknown = field(default_factory=lambda: Unknown("it was not looked at"))
     history: list[EpochOrder] = field(default_factory=list)
     exclusions: ExclusionsState = field(default_factory=ExclusionsState)
     begun: bool = False

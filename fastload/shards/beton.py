@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
-from fastload.errors import DecodeError
+from fastload.errors import DecodeError, shorten_errors
 from fastload.formats.beton import (
     HEADER,
     BetonField,

@@ -20,17 +20,9 @@ from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_large
 from fastload.formats.tar import parse_wids
-from fastload.shards.formats import (
-    FORMATS,
-    Named,
-    ShardFormat,
-    check_name,
-    format_of_index,
-    is_index,
-    listed_url,
-    resolve,
-)
+from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
+from fastload.shards.names import Named, check_name, is_index, listed_url, resolve
 from fastload.shards.reader import Shard, naming, read_in_turn
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
@@ -50,7 +42,7 @@ class ShardList:
     """Shards in the order of their keys, unless `in_order`.
 
     Args:
-        urls: see `shards.formats`.
+        urls: see `shards.names`.
         form: of the shards; it knows them below a prefix by their names.
         cache, listing_max_age: where listings are kept, and how old one may be.
         storage_options: for `open_store`.

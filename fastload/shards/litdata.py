@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape, map_leaves
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError, DecodeError, shorten_errors
 from fastload.formats.litdata import (
     formats,
     is_image,

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import Shape
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError, DecodeError, shorten_errors
 from fastload.formats.mds import (
     IMAGES,
     MDSShard,
@@ -28,8 +27,9 @@ from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
-from fastload.shards.formats import MDS, check_name
+from fastload.shards.formats import MDS
 from fastload.shards.index import RecordOffsets
+from fastload.shards.names import check_name
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.store import Store, with_budget

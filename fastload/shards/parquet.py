@@ -12,11 +12,10 @@ import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Raw
-from fastload.checks import shorten_errors
 from fastload.datasets.columns import ColumnSource
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.store_dataset import check_batches
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, shorten_errors
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.reads import Source
 from fastload.order.permutations import Blocks

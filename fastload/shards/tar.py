@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import refuse_class, shorten_errors
+from fastload.checks import refuse_class
 from fastload.datasets.sample_files import IMAGES, PICKLES, extension_of, open_file
-from fastload.errors import DecodeError
+from fastload.errors import DecodeError, shorten_errors
 from fastload.formats.tar import read_sample
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import shorten_errors
 from fastload.datasets.sample_fields import RecordFields, still_encoded
 from fastload.datasets.sample_transforms import always_fused
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, shorten_errors
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.transforms import is_fused
 from fastload.shards.catalog import ShardList

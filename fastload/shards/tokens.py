@@ -13,13 +13,13 @@ import torch
 import xxhash
 
 from fastload.cache import Cache, as_cache
-from fastload.checks import check_index, shorten_errors, whole_number
+from fastload.checks import check_index, whole_number
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
 from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.views import Allocate
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, shorten_errors
 from fastload.fetch.reads import Source, record_name
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all

@@ -18,8 +18,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.checks import parse_size, shorten_errors, whole_number
-from fastload.errors import ArgumentError
+from fastload.checks import parse_size, whole_number
+from fastload.errors import ArgumentError, shorten_errors
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
 from fastload.store.base import Reading, Store

@@ -1,6 +1,7 @@
 """Which samples a loader has, and what holds their order, in a state: so that it is not resumed with others.
 
     Contents.identify ─▶ the state's "samples": digests ─▶ check_identity: an error, or a warning
+                        the state's "recipe": the place, the listing and the crop ◀┘
 
 Two loaders of the same length may have other samples: another folder, another random split, another list of
 indices. The keys of some samples tell the one, and all indices of a `Subset` or sampler the other. The
@@ -10,7 +11,7 @@ address of the data may change: whoever has moved it is told so, and goes on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import xxhash
@@ -22,14 +23,15 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.sampler import known_length
 from fastload.order.samplers import content_of
-from fastload.order.state import DatasetIdentity, Identity, State
-from fastload.trace.recipe import SAME_KEYS, check_recipe, describe
+from fastload.order.state import DatasetIdentity, DatasetRecipe, Identity, Recipe, State, Unknown
+from fastload.trace.recipe import describe
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
 _DEPTH = 100  # of datasets in datasets
+_SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 _LIKE = {
     "indices": "pass the same indices, as by a split with a seed of its own",
-    "keys": SAME_KEYS,
+    "keys": _SAME_KEYS,
 }
 
 
@@ -91,7 +93,7 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    if check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
+    if _check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
         return
     for source, name, before, now in pairs:
         if before.type == now.type and before.listing is not None and now.listing is not None:
@@ -105,6 +107,61 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
 
 def _refuse(source: str, what: str, since: str) -> NoReturn:
     raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
+
+
+def _check_recipe(saved: Recipe | Unknown, own: Recipe | Unknown, since: str) -> bool:
+    """Compare the dataset of a state with the loader's: what it lists, where, and how its images are cut.
+
+    Args:
+        since: what has changed in the bucket since, in brackets.
+
+    Returns:
+        whether both are described.
+
+    Raises:
+        ArgumentError: they have other keys. What else differs is a warning.
+    """
+    if isinstance(saved, Unknown) or isinstance(own, Unknown):
+        return False
+    before, now = saved.dataset, own.dataset
+    if isinstance(before, Unknown) or isinstance(now, Unknown):
+        return False
+    if before.keys != now.keys:
+        raise ArgumentError(
+            f"state_dict was saved with the samples of {before.url!r}, and those of {now.url!r} have "
+            f"other keys or classes{since}: {_SAME_KEYS}"
+        )
+    places = [_place(before), _place(now)]
+    changes = []
+    if places[0] != places[1]:
+        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
+    elif before.versions != now.versions:
+        changes.append(f"objects of {now.url!r} were written again since{since}")
+    transforms = [_transform_of(recipe) for recipe in (before, now)]
+    if transforms[0] != transforms[1]:
+        texts = _differing(*transforms)
+        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
+    for change in changes:
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+    return True
+
+
+def _transform_of(made: DatasetRecipe) -> dict[str, Any]:
+    """Return the one crop of a dataset's images; {}: it has none."""
+    transform = made.arguments.get("transform") or {}
+    return dict(transform.get("transform") or {})
+
+
+def _place(made: DatasetRecipe) -> str:
+    endpoint = made.options.get("endpoint_url")
+    return repr(str(made.url).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of two transforms that are not alike; an empty one is none of fastload's."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
+    return [text or "none of these" for text in texts]
 
 
 def changes_since(loader: Any, state: State, name: str = "") -> str:

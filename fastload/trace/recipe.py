@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +29,18 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.transforms import ByEpoch, CenterCrop, RandomResizedCrop
-from fastload.order.sampler import DistributedSampler, ShardSampler, indexed_length, known_length
-from fastload.order.state import OWN_LOADER, State, parse_state, reading_state
+from fastload.order.sampler import DistributedSampler, indexed_length, known_length
+from fastload.order.shard_sampler import ShardSampler
+from fastload.order.state import (
+    OWN_LOADER,
+    DatasetRecipe,
+    Recipe,
+    SamplerRecipe,
+    State,
+    Unknown,
+    parse_state,
+    reading_state,
+)
 from fastload.shards.formats import FORMATS
 from fastload.store.failures import public_url
 from fastload.store.open import checked_options, open_store, options_from_state
@@ -62,8 +71,6 @@ _LAYOUTS = ("contiguous_format", "channels_last", "preserve_format")
 
 _Json = dict[str, Any]
 
-SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
-
 
 class Restored(NamedTuple):
     """The arguments of a loader that stands for the one of a state.
@@ -84,22 +91,22 @@ class Restored(NamedTuple):
     notes: list[str]
 
 
-def describe(loader: Any) -> _Json:
-    """Return the entry "recipe" of the loader's state: the same on every rank."""
+def describe(loader: Any) -> Recipe | Unknown:
+    """Return how a loader was made: the same on every rank."""
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or loader.batch_size is None:
-        return {"why": "its batches come from batch_sampler=, or it has none"}
+        return Unknown("its batches come from batch_sampler=, or it has none")
     why, notes = _unlike(loader)
-    return {
-        "dataset": _dataset(loader.dataset),
-        "sampler": _sampler(loader.sampler, loader.dataset, loader.generator),
-        "drop_last": loader.drop_last,
-        "on_error": loader.on_error,
-        "generator": loader.generator is not None,
-        "batch_transform": _normalize(loader.batch_transform),
-        "no_images": why,
-        "notes": notes,
-    }
+    return Recipe(
+        dataset=_dataset(loader.dataset),
+        sampler=_sampler(loader.sampler, loader.dataset, loader.generator),
+        drop_last=loader.drop_last,
+        on_error=loader.on_error,
+        generator=loader.generator is not None,
+        batch_transform=_normalize(loader.batch_transform),
+        no_images=why,
+        notes=notes,
+    )
 
 
 def restore(
@@ -119,95 +126,33 @@ def restore(
         return _restored(saved, saved.recipe, url, storage_options or {})
 
 
-def _restored(state: State, made: Mapping[str, Any], url: str | None, options: Mapping[str, Any]) -> Restored:
-    why = made.get("why") or made["sampler"].get("why")
-    if why is not None:
-        raise ArgumentError(
-            f"the state does not say how its order is made ({why}): pass --loader FILE.py:FUNCTION, a "
-            "function that makes the loader"
-        )
-    notes = list(made["notes"])
-    texts = [why for why in (made["no_images"], made["dataset"].get("why")) if why is not None]
-    if not all(isinstance(text, str) for text in (*notes, *texts, *made["dataset"].get("withheld", ()))):
-        raise ValueError("a reason that is no text")
+def _restored(state: State, made: Recipe | Unknown, url: str | None, options: Mapping[str, Any]) -> Restored:
+    sampler = made if isinstance(made, Unknown) else made.sampler
+    if isinstance(sampler, Unknown):
+        raise ArgumentError(f"the state does not say how its order is made ({sampler.why}): {OWN_LOADER}")
+    assert isinstance(made, Recipe)
+    notes = list(made.notes)
     if state.length is None:
         raise ArgumentError(
             "the state is of shards that were not indexed, whose samples have no numbers: index them with "
             f"`fastload index`, or {OWN_LOADER}"
         )
-    dataset, missing = _open_dataset(made["dataset"], state.length, url, options, notes)
+    dataset, missing = _open_dataset(made.dataset, state.length, url, options, notes)
     if missing is not None and len(dataset) > _MOST_MISSING:
         raise ArgumentError(f"the state says that there are {len(dataset):,} samples, and {missing}")
-    generator = torch.Generator() if made["generator"] else None
+    generator = torch.Generator() if made.generator else None
     arguments = {
         "dataset": dataset,
         "batch_size": state.batch_size,
-        "sampler": _new_sampler(made["sampler"], dataset, state.num_replicas, generator),
-        "drop_last": made["drop_last"],
+        "sampler": _new_sampler(sampler, dataset, state.num_replicas, generator),
+        "drop_last": made.drop_last,
         "generator": generator,
-        "batch_transform": _new_normalize(made["batch_transform"]),
-        "on_error": made["on_error"],
+        "batch_transform": _new_normalize(made.batch_transform),
+        "on_error": made.on_error,
         "seed": state.seed,
     }
-    no_images = made["no_images"]
-    own = "its batch_transform= is a function of your script" if made["batch_transform"] == {} else None
-    return Restored(arguments, missing, no_images, no_images or own, notes)
-
-
-# --- two recipes
-
-
-def check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
-    """Compare the dataset of a state with the loader's: what it lists, where, and how its images are cut.
-
-    Args:
-        since: what has changed in the bucket since, in brackets.
-
-    Returns:
-        whether both are described.
-
-    Raises:
-        ArgumentError: they have other keys. What else differs is a warning.
-    """
-    before, now = saved.get("dataset", {}), own.get("dataset", {})
-    if "why" in before or "why" in now or not (before and now):
-        return False
-    if before["keys"] != now["keys"]:
-        raise ArgumentError(
-            f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
-            f"other keys or classes{since}: {SAME_KEYS}"
-        )
-    places = [_place(before), _place(now)]
-    changes = []
-    if places[0] != places[1]:
-        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
-    elif before["versions"] != now["versions"]:
-        changes.append(f"objects of {now['url']!r} were written again since{since}")
-    transforms = [_transform_of(recipe) for recipe in (before, now)]
-    if transforms[0] != transforms[1]:
-        texts = _differing(*transforms)
-        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
-    for change in changes:
-        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
-    return True
-
-
-def _transform_of(made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one crop of a dataset's images; {}: it has none."""
-    transform = made["arguments"].get("transform") or {}
-    return dict(transform.get("transform") or {})
-
-
-def _place(made: Mapping[str, Any]) -> str:
-    endpoint = made["options"].get("endpoint_url")
-    return repr(str(made["url"]).rstrip("/")) + (f" at {endpoint}" if endpoint else "")
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of two transforms that are not alike; an empty one is none of fastload's."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
-    return [text or "none of these" for text in texts]
+    own = "its batch_transform= is a function of your script" if made.batch_transform == {} else None
+    return Restored(arguments, missing, made.no_images, made.no_images or own, notes)
 
 
 # --- what a state has
@@ -239,19 +184,19 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     return next((why for holds, why in whys if holds), None), notes
 
 
-def _dataset(dataset: Any) -> _Json:
+def _dataset(dataset: Any) -> DatasetRecipe | Unknown:
     """Return how a dataset was made: its class, place and public arguments; or why that cannot be known."""
     kind = type(dataset)
     if kind.__name__ not in _DATASETS or kind is not getattr(fastload, kind.__name__):
-        return {"why": f"its dataset is a {kind.__qualname__}"}
+        return Unknown(f"its dataset is a {kind.__qualname__}")
     if override_of(dataset) is not None:
-        return {"why": f"its samples are made by {override_of(dataset)}"}
+        return Unknown(f"its samples are made by {override_of(dataset)}")
     given = arguments_of(dataset)
     if given.get("keys") is not None:
-        return {"why": "its dataset was given keys=, which the state does not contain"}
+        return Unknown("its dataset was given keys=, which the state does not contain")
     arguments, why = _arguments(dataset, given)
     if why is not None:
-        return {"why": why}
+        return Unknown(why)
     urls = [str(url) for url in given["url"]] if isinstance(given.get("url"), list | tuple) else None
     where = urls[0] if urls else str(given.get("url", "") or given.get("table"))
     store = open_store(where, **checked_options(given.get("storage_options")))
@@ -259,15 +204,8 @@ def _dataset(dataset: Any) -> _Json:
     if store.url != where and "://" in where:
         withheld = [*withheld, "user or query of the url"]
     keys, versions = view_of(dataset).listed() or (None, None)
-    return {
-        "class": kind.__name__,
-        "url": list(map(_address, urls)) if urls else store.address if given.get("url") else "",
-        "options": options,
-        "withheld": withheld,
-        "arguments": arguments,
-        "keys": keys,
-        "versions": versions,
-    }
+    url = list(map(_address, urls)) if urls else store.address if given.get("url") else ""
+    return DatasetRecipe(kind.__name__, url, options, withheld, arguments, keys, versions)
 
 
 def _address(url: Any) -> str:
@@ -382,29 +320,30 @@ def _transform(transform: Any) -> _Json | None:
     return {"kind": kind, "size": [transform.height, transform.width], **values}
 
 
-def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
+def _sampler(sampler: Any, dataset: Any, drawing: Any) -> SamplerRecipe | Unknown:
     kind = type(sampler)
     if kind not in _SAMPLERS:
-        return {"why": f"its sampler is a {kind.__qualname__}"}
+        return Unknown(f"its sampler is a {kind.__qualname__}")
     source: Any = sampler.dataset if hasattr(sampler, "dataset") else sampler.data_source
     if source is not dataset and known_length(source) != known_length(dataset):
-        return {"why": f"its {kind.__qualname__} is of another dataset"}
+        return Unknown(f"its {kind.__qualname__} is of another dataset")
     if kind is SequentialSampler:
-        return {"kind": "SequentialSampler"}
+        return SamplerRecipe("SequentialSampler")
     if kind is RandomSampler:
         own = sampler.generator is not None and sampler.generator is not drawing
-        return {
-            "kind": "RandomSampler",
-            "replacement": sampler.replacement,
-            "num_samples": sampler.num_samples,
-            "generator": "own" if own else "none" if sampler.generator is None else "loader's",
-        }
-    dealt = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+        generator = "own" if own else "none" if sampler.generator is None else "loader's"
+        return SamplerRecipe(
+            "RandomSampler",
+            replacement=sampler.replacement,
+            num_samples=sampler.num_samples,
+            generator=generator,
+        )
+    dealt: _Json = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
     if kind is ShardSampler:
-        return {"kind": "ShardSampler", **dealt, "mode": sampler.mode}
+        return SamplerRecipe("ShardSampler", **dealt, mode=sampler.mode)
     if kind is DistributedSampler:
         dealt |= {"mode": sampler.mode, "nodes": sampler._place.nodes, "exchange": sampler.exchange}
-    return {"kind": f"{kind.__module__.partition('.')[0]}.DistributedSampler", **dealt}
+    return SamplerRecipe(f"{kind.__module__.partition('.')[0]}.DistributedSampler", **dealt)
 
 
 def _normalize(transform: Any) -> _Json | None:
@@ -427,31 +366,34 @@ def _normalize(transform: Any) -> _Json | None:
 
 
 def _open_dataset(
-    made: Mapping[str, Any], length: int, url: str | None, options: Mapping[str, Any], notes: list[str]
+    made: DatasetRecipe | Unknown,
+    length: int,
+    url: str | None,
+    options: Mapping[str, Any],
+    notes: list[str],
 ) -> tuple[Any, str | None]:
     """Return (dataset, why it has no samples)."""
-    if "why" in made:
-        why = f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
-        return range(length), why
-    if made["class"] not in _DATASETS:
-        raise ValueError(f"the dataset {made['class']!r}")
-    where, kind = made["url"] if url is None else url, getattr(fastload, made["class"])
-    arguments = {name: _parsed(value) for name, value in made["arguments"].items()}
+    if isinstance(made, Unknown):
+        return range(length), f"{made.why}: {OWN_LOADER}"
+    if made.class_ not in _DATASETS:
+        raise ValueError(f"the dataset {made.class_!r}")
+    where, kind = made.url if url is None else url, getattr(fastload, made.class_)
+    arguments = {name: _parsed(value) for name, value in made.arguments.items()}
     refused = sorted((arguments.keys() & _REFUSED) | (arguments.keys() - inspect.signature(kind).parameters))
     if refused:
         raise ValueError(f"the argument {refused[0]!r}")
     places = [arguments["table"]] if "table" in arguments else []
     if url is None:
         places += where if isinstance(where, list) else [where]
-    checked = [options_from_state(place, made["options"], options) for place in places if place != ""]
+    checked = [options_from_state(place, made.options, options) for place in places if place != ""]
     options = checked[0] if checked else options
-    if made["class"] == "ImageFolder":
+    if made.class_ == "ImageFolder":
         arguments["allow_empty"] = True
     try:
         dataset = kind(url=where, storage_options=dict(options) or None, **arguments)
         known = indexed_length(dataset)
     except (FastloadError, TypeError) as error:
-        held = made["withheld"]
+        held = made.withheld
         hint = (
             f" (a state does not keep {', '.join(held)}: pass --storage-option)"
             if held and not options
@@ -464,12 +406,12 @@ def _open_dataset(
             f"{where!r} has {known:,} samples, and the run had {length:,}: pass --data URL if the "
             "data has moved, or --loader FILE.py:FUNCTION"
         )
-    if None not in (keys, made["keys"]) and keys != made["keys"]:
+    if None not in (keys, made.keys) and keys != made.keys:
         return range(length), (
             f"{where!r} has as many objects as in the run, with other names: pass --data URL if the data has "
             "moved, or --loader FILE.py:FUNCTION"
         )
-    if None not in (versions, made["versions"]) and versions != made["versions"]:
+    if None not in (versions, made.versions) and versions != made.versions:
         notes.append("objects were written again or copied since the state was saved: pixels may differ")
     return dataset, None
 
@@ -484,22 +426,23 @@ def _new_transform(made: Mapping[str, Any] | None) -> Any:
 
 
 def _new_sampler(
-    made: Mapping[str, Any], dataset: Any, replicas: int | None, generator: torch.Generator | None
+    made: SamplerRecipe, dataset: Any, replicas: int | None, generator: torch.Generator | None
 ) -> Any:
     """Return the sampler of rank 0."""
-    if made["kind"] == "SequentialSampler":
+    if made.kind == "SequentialSampler":
         return SequentialSampler(dataset)
-    if made["kind"] == "RandomSampler":
-        drawing = {"own": torch.Generator(), "loader's": generator, "none": None}[made["generator"]]
-        return RandomSampler(dataset, made["replacement"], made["num_samples"], drawing)
-    dealt = {name: made[name] for name in ("shuffle", "seed", "drop_last")}
-    if made["kind"].startswith("torch."):
+    if made.kind == "RandomSampler":
+        drawing = {"own": torch.Generator(), "loader's": generator, "none": None}[str(made.generator)]
+        return RandomSampler(dataset, made.replacement, made.num_samples, drawing)
+    dealt = {"shuffle": made.shuffle, "seed": made.seed, "drop_last": made.drop_last}
+    if made.kind.startswith("torch."):
         return torch.utils.data.DistributedSampler(dataset, replicas, 0, **dealt)
-    dealt |= {"mode": made["mode"]}
-    if made["kind"] == "ShardSampler":
+    dealt |= {"mode": made.mode}
+    if made.kind == "ShardSampler":
         return ShardSampler(dataset, replicas, 0, **dealt)
-    if made["nodes"] > 1:
-        dealt |= {"partition": "node", "num_nodes": made["nodes"], "exchange": made["exchange"]}
+    assert made.nodes is not None
+    if made.nodes > 1:
+        dealt |= {"partition": "node", "num_nodes": made.nodes, "exchange": made.exchange}
     return DistributedSampler(dataset, replicas, 0, **dealt)
 
 

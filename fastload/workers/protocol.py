@@ -24,8 +24,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from fastload.checks import raised_by_us
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, raised_by_us
 from fastload.metrics.machine import call_in_forks
 from fastload.order.state import WorkerState
 from fastload.workers.memory_limit import MemoryLimit

@@ -204,6 +204,25 @@ def test_a_null_is_the_same_error_as_in_rows(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("batches", ["rows", "columns"])
+@pytest.mark.parametrize(
+    ("index", "kind", "says"),
+    [
+        (1.5, TypeError, "an index must be a whole number, found 1.5"),
+        (np.float64(1), TypeError, "an index must be a whole number"),
+        ("1", TypeError, "an index must be a whole number, found '1'"),
+        (1 << 70, IndexError, "is out of range for 100 rows of the table"),
+        (100, IndexError, "index 100 is out of range for 100 rows of the table"),
+    ],
+)
+def test_index_without_a_sample_is_the_same_error(batches: str, index: Any, kind: Any, says: str) -> None:
+    dataset = TableDataset({"id": list(range(COUNT))}, {"id": "id"}, batches=batches)
+    with pytest.raises(kind, match=says):
+        next(iter(fastload.DataLoader(dataset, batch_sampler=[[index, 2]])))
+    several = [[-1, np.int64(1), torch.tensor(2), True]]
+    assert next(iter(fastload.DataLoader(dataset, batch_sampler=several)))["id"].tolist() == [99, 1, 2, 1]
+
+
 def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> None:
     url = write(tmp_path, {"id": pa.array(range(COUNT)), "x": pa.array(np.arange(COUNT) / 3)})
     path = Path(url) / "a.parquet"

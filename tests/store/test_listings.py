@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 
 from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, TableDataset
 from fastload.cache import listings
-from fastload.checks import parse_duration
+from fastload.cache.listings import parse_duration
 from fastload.distributed import launcher
 from fastload.errors import ArgumentError, StoreError
 from tests.faultserver import LIST, Fault, FaultServer

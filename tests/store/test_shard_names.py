@@ -11,7 +11,7 @@ import pytest
 
 import fastload
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.shards.formats import expand_braces, glob_pattern
+from fastload.shards.names import expand_braces, glob_pattern
 from tests.commands import script
 from tests.faultserver import FaultServer
 from tests.sharddata import (

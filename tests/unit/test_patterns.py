@@ -12,7 +12,8 @@ from fastload.cli.convert.sample_forms import member_key, split_name
 from fastload.formats.jpeg import jpeg_orientation
 from fastload.formats.tar import sample_name
 from fastload.order.state import _CLASS
-from fastload.shards.formats import _INDEX_FILES, FORMATS, glob_pattern, title_of
+from fastload.shards.formats import FORMATS, title_of
+from fastload.shards.names import glob_pattern, is_index
 from fastload.store.failures import StoreLocation, as_bucket, redacted
 
 _LARGEST = 1 << 20
@@ -32,7 +33,7 @@ def _shard_names(key: str) -> None:
     for form in FORMATS.values():
         form.names_shard(key)
     title_of(key)
-    re.fullmatch(_INDEX_FILES, key, re.DOTALL)
+    is_index(key)
 
 
 def _xmp(text: str) -> None:

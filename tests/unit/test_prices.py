@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fastload.checks import format_money
 from fastload.cli.demo.photos import make_dataset
-from fastload.cli.plan.prices import find_prices
+from fastload.cli.plan.prices import find_prices, format_money
 from fastload.errors import ArgumentError
 from tests.commands import answer
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastload.checks import format_money
 from fastload.errors import ArgumentError
 
 _NUMBERS = ("get", "list", "egress")
@@ -102,3 +101,8 @@ def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
     public = open_store(url, **options).public_options()[0]
     named = public.keys() | public.get("client_kwargs", {}).keys()
     return bool({"endpoint", "endpoint_url", "base_url"} & named)
+
+
+def format_money(amount: float, currency: str) -> str:
+    """Return `amount` for people: "USD 12.30"; two digits of less than a cent, such as "USD 0.0042"."""
+    return f"{currency} {amount:,.2f}" if amount == 0 or amount >= 0.01 else f"{currency} {amount:.2g}"
