@@ -21,6 +21,10 @@ from typing import Any
 
 import pytest
 
+# Several test processes share the cores. Threads of torch that have no work must not spin there: that was a
+# quarter of the CPU of some modules. It is read where torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.testing import read_tests
