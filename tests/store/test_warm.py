@@ -111,7 +111,7 @@ def test_warm_after_ctrl_c_keeps_its_records(bucket: Bucket, tmp_path: Path) -> 
         kept = found["cache"]["entries"]
         assert found["interrupted"] and 0 < kept < PHOTOS
         proxy.set_round_trip(0.001)
-        _, rest = slow.run(*words)
+        _, rest = slow.run(*words, "--num-workers", 0)
         assert (rest["skipped"], rest["stored"]) == (kept, PHOTOS - kept)
 
 
