@@ -90,7 +90,7 @@ class Node:
 def test_second_node_takes_from_the_first_and_asks_for_no_object(bucket: Bucket, tmp_path: Path) -> None:
     url = packs_url(bucket, tmp_path)
     first = Node(bucket, tmp_path / "first", remote=url, push=True)
-    assert first.train()["get.requests"] == COUNT
+    assert first.train(num_workers=0)["get.requests"] == COUNT
     first.end()
     second = Node(bucket, tmp_path / "second", remote=url)
     listed = bucket.proxy.counts()
@@ -108,7 +108,7 @@ def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_pa
     loader = DataLoader(torch.utils.data.Subset(node.dataset, range(10)), 5)
     iterator = iter(loader)
     other = Node(bucket, tmp_path / "other")
-    other.train()
+    other.train(num_workers=0)
     other.dataset.close()
     push(Cache(tmp_path / "other", "raw"), url)
     list(iterator)
