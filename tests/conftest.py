@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-# Several test processes share the cores. Threads of torch that have no work must not spin there: that was a
-# quarter of the CPU of some modules. It is read where torch is first imported.
+# Several test processes share the cores. Threads of torch that have no work must not spin there: that was
+# half of the CPU of some tests. It is read where torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from fastload.fetch import threads
