@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import typer.main
+import typer.testing
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
@@ -20,6 +23,8 @@ from tests.patience import PATIENCE
 __all__ = ["answer", "command", "document", "run", "script", "start", "store_words"]
 
 ROOT = Path(__file__).parents[1]
+# The tree of all commands is made once, as in a process of its own. To make it for each was half of its time.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 def command(*words: object, stdin: str = "") -> Any:

@@ -22,6 +22,10 @@ from typing import Any
 
 import pytest
 
+# Several test processes share the cores. Threads of torch that have no work must not spin there: that was
+# half of the CPU of some tests. It is read where torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.testing import read_tests
@@ -72,6 +76,14 @@ def _use_huge_pages() -> None:
             start, end = (int(address, 16) // _HUGE for address in addresses.split("-"))
             for page in range(start + 1, end):
                 madvise(ctypes.c_void_p(page * _HUGE), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """Exempt what the tests of a module left, too: of those of the docs, 0.5 s a collection."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -90,8 +90,7 @@ def is_on(batch: torch.Tensor, target: Target) -> bool:
     return batch.device.type == target.type
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("workers", "in_order"), [(0, False), (1, True), (2, True), (2, False)])
 def test_every_sample_once(target: Target, workers: int, in_order: bool) -> None:
     loader = DataLoader(
         Numbers(101, numbered),
@@ -261,24 +260,19 @@ def test_a_failing_sample_is_raised_at_its_batch(target: Target) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_state_counts_what_was_handed_out(target: Target, workers: int) -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(
-            Numbers(40, numbered),
-            batch_size=4,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(5),
-            num_workers=workers,
-            device=target.device,
-        )
+    def loader(**feed: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Numbers(40, numbered), batch_size=4, shuffle=True, generator=generator, **feed)
 
+    feed: dict[str, Any] = {"num_workers": workers, "device": target.device}
     whole = [ids(batch) for batch in loader()]
-    for stop in (0, 1, 4, 9, 10):
-        first = loader()
+    for stop in (1, 9, 10) if workers else (0, 1, 4, 9, 10):
+        first = loader(**feed)
         iterator = iter(first)
         got = [ids(next(iterator)) for _ in range(stop)]
         state = first.state_dict()
         assert state["batches"] == stop
-        second = loader()
+        second = loader(**feed)
         second.load_state_dict(state)
         assert got + [ids(batch) for batch in second] == whole
 

@@ -162,10 +162,10 @@ def run_cases(seeds: range, folder: Path) -> None:
 
 
 def test_random_tables(tmp_path: Path) -> None:
-    run_cases(range(60), tmp_path)
+    run_cases(range(30), tmp_path)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
 def test_many_random_tables(tmp_path: Path) -> None:
-    run_cases(range(60, 10_000), tmp_path)
+    run_cases(range(30, 10_000), tmp_path)

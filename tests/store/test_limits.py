@@ -130,7 +130,7 @@ def test_limit_that_is_just_enough_is_no_error(server: FaultServer) -> None:
 def test_cache_hits_do_not_count(server: FaultServer, tmp_path: Path) -> None:
     dataset = dataset_of(server, tmp_path / "cache", max_gets=48)
     loader = DataLoader(dataset, 4, num_workers=2)
-    for _ in range(3):
+    for _ in range(2):
         assert sum(len(batch) for batch in loader) == 48
     assert gets(server) == 48
 
@@ -190,7 +190,7 @@ def test_processes_never_pass_the_limit(method: str) -> None:
 
 
 def ask_often(budget: RequestBudget) -> None:
-    for _ in range(30_000):
+    for _ in range(10_000):
         budget.reserve("key", 0)
 
 
@@ -203,7 +203,7 @@ def test_numbers_read_while_another_process_counts_never_fall() -> None:
         assert now >= before
         before = now
     process.join(60)
-    assert budget.spent().gets == 30_000
+    assert budget.spent().gets == 10_000
 
 
 def hold(budget: RequestBudget, held: Any) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ from tests.bucketdata import PHOTOS, Bucket
 from tests.cachedata import fill, flip, segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
+from tests.smallpacks import exchange_in_small_packs
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "no_aws_settings")
 
 COUNT = 200
 SIZE = 3000
+
+Start = Callable[[str, Path, str], BaseProcess]
 
 
 @pytest.fixture(autouse=True)
@@ -176,26 +179,27 @@ def test_record_that_changed_in_the_store_is_left_out(server: FaultServer, nodes
     assert sum(other.read(key) == payload for key, payload in content.items()) == 49
 
 
-@pytest.mark.parametrize("damage", ["cut", "index", "magic", "version", "empty", "longer"])
-def test_damaged_pack_is_named_and_the_others_are_pulled(
-    server: FaultServer, nodes: Nodes, damage: str
-) -> None:
-    content = nodes.publish()
-    name, body = max(server.objects.items(), key=lambda item: len(item[1]))
-    lost = len(packs(server)[name])
-    changed = {
-        "cut": body[:1000],
-        "index": body[:-100] + b"\0" + body[-99:],
-        "magic": body[:-24] + b"XXXX" + body[-20:],
-        "version": body[:-20] + b"\x09\0" + body[-18:],
-        "empty": b"",
-        "longer": b"x" + body,
-    }[damage]
-    assert changed != body
-    server.objects[name] = changed
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda body: body[:1000],
+    "index": lambda body: body[:-100] + b"\0" + body[-99:],
+    "magic": lambda body: body[:-24] + b"XXXX" + body[-20:],
+    "version": lambda body: body[:-20] + b"\x09\0" + body[-18:],
+    "empty": lambda body: b"",
+    "longer": lambda body: b"x" + body,
+}
+
+
+def test_damaged_packs_are_named_and_the_others_are_pulled(server: FaultServer, nodes: Nodes) -> None:
+    content = nodes.publish(33 * 9)
+    whole = packs(server)
+    damaged = dict(zip(sorted(whole, key=lambda name: -len(whole[name])), DAMAGES, strict=False))
+    for name, damage in damaged.items():
+        body = server.objects[name]
+        server.objects[name] = DAMAGES[damage](body)
+        assert server.objects[name] != body
     pulled = nodes.pull()
-    assert list(pulled.damaged) == [name.removeprefix("packs/")]
-    assert pulled.records == COUNT - lost
+    assert {f"packs/{name}" for name in pulled.damaged} == damaged.keys()
+    assert pulled.records == len(content) - sum(len(whole[name]) for name in damaged) > 50
     # The owner's next push publishes them again, under the same name or another.
     push(nodes.cache(), nodes.store())
     nodes.pull()
@@ -231,14 +235,13 @@ HOSTILE: dict[str, dict[str, bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_pack_is_named_and_the_others_are_pulled(
-    server: FaultServer, nodes: Nodes, kind: str
-) -> None:
+def test_hostile_packs_are_named_and_the_others_are_pulled(server: FaultServer, nodes: Nodes) -> None:
     content = nodes.publish(40)
-    server.objects |= HOSTILE[kind]
-    done = nodes.pull()
-    assert [f"packs/{name}" for name in done.damaged] == list(HOSTILE[kind])
+    for objects in HOSTILE.values():
+        server.objects |= objects
+    named = {f"packs/{name}" for name in nodes.pull().damaged}
+    assert [kind for kind, objects in HOSTILE.items() if objects.keys() - named] == []
+    assert len(named) == len(HOSTILE), "and no other one"
     assert holds(nodes.cache("other"), content)
 
 
@@ -486,27 +489,39 @@ def test_second_node_trains_from_packs_without_a_get(bucket: Bucket, tmp_path: P
     assert counters["cache.hits"] == 40 and not counters.get("get.requests")
 
 
-SMALL = (
-    "import sys; from fastload.cache import exchange; exchange.PACK_BYTES = 400_000;"
-    "from fastload.cli.app import app; app(sys.argv[1:])"
-)
+@pytest.fixture
+def start(bucket: Bucket) -> Iterator[Start]:
+    """Starts processes that push or pull, in small packs and ranges, between a cache and a URL."""
+    context, started = multiprocessing.get_context("forkserver"), list[BaseProcess]()
+
+    def begin(command: str, cache: Path, url: str) -> BaseProcess:
+        started.append(
+            context.Process(target=exchange_in_small_packs, args=(command, cache, url, bucket.options))
+        )
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
 
 
-def start(bucket: Bucket, *words: object) -> subprocess.Popen[bytes]:
-    """A process that runs `fastload cache` with small packs and ranges."""
-    command = [sys.executable, "-c", SMALL, *bucket.words("cache", *words)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+def exit_codes(*processes: BaseProcess) -> list[int | None]:
+    for process in processes:
+        process.join(PATIENCE)
+    return [process.exitcode for process in processes]
 
 
-def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_path: Path) -> None:
+def test_nodes_that_push_side_by_side_publish_all_records(
+    bucket: Bucket, start: Start, tmp_path: Path
+) -> None:
     content: dict[bytes, bytes] = {}
     for name, count in (("one", 80), ("two", 120), ("three", 120)):
         cache = Cache(tmp_path / name)
         content |= fill(cache, count, 30_000)
         cache.close()
     url = "s3://packs/side-by-side"
-    nodes = [start(bucket, "push", tmp_path / name, url) for name in ("one", "two", "three")]
-    assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0]
+    assert exit_codes(*[start("push", tmp_path / name, url) for name in ("one", "two", "three")]) == [0, 0, 0]
     code, document = bucket.run("cache", "pull", url, tmp_path / "empty")
     assert (code, document["records"], document["left"]) == (0, 120, 0)
     assert document["bytes"] == 120 * 30_000, "what was published twice is pulled once"
@@ -515,13 +530,13 @@ def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_pa
     cache.close()
 
 
-def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path) -> None:
+def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, start: Start, tmp_path: Path) -> None:
     epoch(bucket, tmp_path / "first")
     url = "s3://packs/beside"
     assert bucket.run("cache", "push", tmp_path / "first", url)[0] == 0
-    pulling = start(bucket, "pull", url, tmp_path / "second")
+    pulling = start("pull", tmp_path / "second", url)
     epoch(bucket, tmp_path / "second")
-    assert pulling.wait(PATIENCE) == 0
+    assert exit_codes(pulling) == [0]
     counters = epoch(bucket, tmp_path / "second")
     assert counters["cache.hits"] == 40 and not counters.get("get.requests")
     cache = Cache(tmp_path / "second")
@@ -529,13 +544,14 @@ def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path
     cache.close()
 
 
-def test_two_pulls_into_one_directory_hold_each_record_once(bucket: Bucket, tmp_path: Path) -> None:
+def test_two_pulls_into_one_directory_hold_each_record_once(
+    bucket: Bucket, start: Start, tmp_path: Path
+) -> None:
     content = fill(Cache(tmp_path / "first"), 120, 30_000)
     Cache(tmp_path / "first").close()
     url = "s3://packs/two-pulls"
     assert bucket.run("cache", "push", tmp_path / "first", url)[0] == 0
-    both = [start(bucket, "pull", url, tmp_path / "second") for _ in range(2)]
-    assert [process.wait(PATIENCE) for process in both] == [0, 0]
+    assert exit_codes(*[start("pull", tmp_path / "second", url) for _ in range(2)]) == [0, 0]
     cache = Cache(tmp_path / "second")
     assert holds(cache, content)
     cache.close()
@@ -555,13 +571,13 @@ def written(folder: Path) -> int:
 
 @pytest.mark.parametrize("victim", ["push", "pull"])
 def test_killed_at_any_moment_then_run_again_has_each_record_once(
-    bucket: Bucket, tmp_path: Path, victim: str
+    bucket: Bucket, start: Start, tmp_path: Path, victim: str
 ) -> None:
     trains = Cache(tmp_path / "first")  # has the directory open all the time
     content = fill(trains, 200, 30_000)
     url = f"s3://packs/killed-{victim}"
-    pushing = ["push", tmp_path / "first", url]
-    pulling = ["pull", url, tmp_path / "second"]
+    pushing, pulling = ["push", tmp_path / "first", url], ["pull", url, tmp_path / "second"]
+    cache_of = {"push": tmp_path / "first", "pull": tmp_path / "second"}
     if victim == "pull":
         assert bucket.run("cache", *pushing)[0] == 0
     draw = random.Random(victim)
@@ -569,10 +585,10 @@ def test_killed_at_any_moment_then_run_again_has_each_record_once(
     way = pushed if victim == "push" else pulled
     for _ in range(2):
         target = written(way) + draw.randrange(1, 1_500_000)
-        process = start(bucket, *(pushing if victim == "push" else pulling))
-        wait_until(lambda: written(way) >= target or process.poll() is not None, "it writes")  # noqa: B023
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(PATIENCE) == -signal.SIGKILL
+        process = start(victim, cache_of[victim], url)
+        wait_until(lambda: written(way) >= target or not process.is_alive(), "it writes")  # noqa: B023
+        process.kill()
+        assert exit_codes(process) == [-signal.SIGKILL]
         assert not list(tmp_path.glob("*/v1/.*.part")), "nothing piles up while others use the cache"
     assert bucket.run("cache", *pushing)[0] == 0
     code, document = bucket.run("cache", *pulling)

@@ -120,7 +120,7 @@ def test_warm_reads_every_part_once(server: FaultServer, tmp_path: Path) -> None
 
 
 def test_two_loaders_share_a_cache_and_read_each_part_once(server: FaultServer, tmp_path: Path) -> None:
-    rows = rows_of(list(range(0, 400 * PART, PART)))
+    rows = rows_of(list(range(0, 200 * PART, PART)))
     iterators = []
     for seed in (1, 2):
         dataset = opened(server, rows, cache=tmp_path / "cache")

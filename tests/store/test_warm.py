@@ -37,7 +37,7 @@ def warm(bucket: Bucket) -> Warm:
 
 
 def epoch(dataset: Any, **options: Any) -> int:
-    return sum(len(batch[0]) for batch in DataLoader(dataset, 16, num_workers=2, **options))
+    return sum(len(batch[0]) for batch in DataLoader(dataset, 16, **options))
 
 
 @pytest.mark.parametrize("mode", ["auto", "shrunk"])
@@ -54,7 +54,7 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, warm: Warm, tmp_path: 
     cache = Cache(tmp_path / "cache", mode, short_side=128, quality=80)  # type: ignore[arg-type]
     asked = {"cache": cache, "storage_options": bucket.options}
     trained = ImageFolder("s3://photos", RandomResizedCrop(64), listing_max_age="1h", **asked)  # type: ignore[arg-type]
-    assert epoch(trained) == PHOTOS
+    assert epoch(trained, num_workers=2) == PHOTOS
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
     assert epoch(ImageFolder("s3://photos", RandomResizedCrop(64), **asked)) == PHOTOS  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_warm_after_ctrl_c_keeps_its_records(bucket: Bucket, tmp_path: Path) -> 
         kept = found["cache"]["entries"]
         assert found["interrupted"] and 0 < kept < PHOTOS
         proxy.set_round_trip(0.001)
-        _, rest = slow.run(*words)
+        _, rest = slow.run(*words, "--num-workers", 0)
         assert (rest["skipped"], rest["stored"]) == (kept, PHOTOS - kept)
 
 
@@ -119,7 +119,7 @@ def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, warm: Warm, tm
     """Each of 2 nodes warms its share; in training its 2 ranks then read the store for nothing."""
     before = bucket.gets()
     for node in range(2):
-        _, document = warm(tmp_path / str(node), "--share", f"{node}/2")
+        _, document = warm(tmp_path / str(node), "--share", f"{node}/2", "--num-workers", 0)
         assert (document["objects"], document["settings"]["share"]) == (PHOTOS // 2, [node, 2])
     assert bucket.gets() == before + PHOTOS
     for node in range(2):
