@@ -27,7 +27,7 @@ from fastload.testing.promises import (
 Held = dict[str, set[object]]  # kind -> what there is of it
 _LOOK_SECONDS = 0.05
 _FIRST_SECONDS = 1.5
-_LOOKS_A_COLLECTION = 10  # garbage collection takes 0.1 s and more where torch is loaded
+_LOOKS_A_COLLECTION = 5  # garbage collection takes 0.1 s and more where torch is loaded
 _SHARED = ("torch", "fastload", "psm_")  # the last: multiprocessing.shared_memory
 
 
@@ -67,7 +67,7 @@ def left_behind(before: Held, seconds: float) -> Held:
             gc.collect()
             collected = True
         else:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS * min(looks, 10))
     return left
 
 
