@@ -12,7 +12,7 @@ import gzip
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,10 @@ def _told(column: Any) -> list[int] | None:
 # --- writing
 
 
+def write_nothing(folder: Path, photo: Photo) -> None:
+    folder.mkdir(parents=True)
+
+
 def write_folder(folder: Path, photo: Photo) -> None:
     """A class for each photo, so that the label tells it."""
     for n in range(COUNT):
@@ -126,35 +130,58 @@ def write_table(folder: Path, photo: Photo) -> None:
         put(folder / "photos" / f"{n}.jpg", photo(n))
         put(folder / "masks" / f"{n}.png", mask(n))
     with (folder / "table.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("image", "mask", "label", "caption"))
-        rows.writerows([f"photos/{n}.jpg", f"masks/{n}.png", n, f"photo {n}"] for n in range(COUNT))
+        rows = csv.DictWriter(file, ("image", "mask", "label", "caption"))
+        rows.writeheader()
+        rows.writerows(rows_of_table())
+
+
+def rows_of_table() -> list[Any]:
+    return [
+        {"image": f"photos/{n}.jpg", "mask": f"masks/{n}.png", "label": n, "caption": f"photo {n}"}
+        for n in range(COUNT)
+    ]
 
 
 def write_packs(folder: Path, photo: Photo) -> None:
     """The photos one behind the other in two objects, each between other bytes; and where they lie."""
+    for pack, part in enumerate(_PACKS):
+        put(folder / f"{pack}.bin", b"".join(b"before" + photo(n) for n in part) + b"behind")
+    put(folder / "table.jsonl", b"\n".join(json.dumps(row).encode() for row in rows_of_packs(photo)))
+
+
+_PACKS = range(9), range(9, COUNT)
+
+
+def rows_of_packs(photo: Photo = photo) -> list[Any]:
     rows = []
-    for pack, part in enumerate((range(9), range(9, COUNT))):
-        body = b""
+    for pack, part in enumerate(_PACKS):
+        stop = 0
         for n in part:
-            body += b"before"
-            start, body = len(body), body + photo(n)
-            rows.append({"pack": f"{pack}.bin", "start": start, "stop": len(body), "label": n})
-        put(folder / f"{pack}.bin", body + b"behind")
-    put(folder / "table.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
+            start = stop + len(b"before")
+            stop = start + len(photo(n))
+            rows.append({"pack": f"{pack}.bin", "start": start, "stop": stop, "label": n})
+    return rows
 
 
 def write_lists(folder: Path, photo: Photo) -> None:
     """Two photos a sample, and two parts of an object with its number."""
-    rows = []
-    for n in range(COUNT):
-        images = [f"{part}/{n}.jpg" for part in ("first", "second")]
-        for key in images:
-            put(folder / key, photo(n))
-        rows.append({"images": images, "starts": [2 * n, 2 * n + 100], "stops": [2 * n + 2, 2 * n + 102]})
+    for row in rows_of_lists():
+        for key in row["images"]:
+            put(folder / key, photo(row["label"]))
     put(folder / "numbers.bin", b"".join(b"%02d" % (n % 50) for n in range(100)))
-    rows = [row | {"numbers": "numbers.bin", "label": n} for n, row in enumerate(rows)]
-    put(folder / "table.jsonl", b"\n".join(json.dumps(row).encode() for row in rows))
+
+
+def rows_of_lists() -> list[Any]:
+    return [
+        {
+            "images": [f"{part}/{n}.jpg" for part in ("first", "second")],
+            "numbers": "numbers.bin",
+            "starts": [2 * n, 2 * n + 100],
+            "stops": [2 * n + 2, 2 * n + 102],
+            "label": n,
+        }
+        for n in range(COUNT)
+    ]
 
 
 def write_tar(folder: Path, photo: Photo, *, index: bool = False) -> None:
@@ -195,12 +222,14 @@ def write_parquet(folder: Path, photo: Photo, *, more: bool = False) -> None:
 def write_columns(folder: Path, photo: Photo, *, more: bool = False) -> None:
     """Rows of numbers and texts, in two files; with `more`, rows of other samples are among them."""
     folder.mkdir(parents=True)
-    pair = pa.list_(pa.int32(), 2)
     for file, some in (("rows", range(COUNT)),) if not more else (("a", range(9)), ("b", range(9, COUNT))):
         labels = [label for n in some for label in ((n, 100 + n) if more and n % 4 == 0 else (n,))]
-        columns = {"label": labels, "text": [f"photo {n}" for n in labels]}
-        columns["pair"] = pa.array([[n, 7] for n in labels], pair)
-        pq.write_table(pa.table(columns), folder / f"{file}.parquet", row_group_size=5)
+        pq.write_table(columns_of(labels), folder / f"{file}.parquet", row_group_size=5)
+
+
+def columns_of(labels: Iterable[int]) -> pa.Table:
+    pairs = pa.array([[n, 7] for n in labels], pa.list_(pa.int32(), 2))
+    return pa.table({"label": list(labels), "text": [f"photo {n}" for n in labels], "pair": pairs})
 
 
 def write_mds_gz(folder: Path, photo: Photo) -> None:
@@ -293,6 +322,10 @@ def table_of_lines(url: str, fields: Any, **options: Any) -> Any:
     return fastload.TableDataset(f"{url}/table.jsonl", fields, url=url, **options)
 
 
+def table_in_memory(url: str, fields: Any, rows: Callable[[], list[Any]], **options: Any) -> Any:
+    return fastload.TableDataset(rows(), fields, url=url, **options)
+
+
 def photo_number(data: bytes) -> int:
     return int(np.asarray(Image.open(io.BytesIO(data)))[8, 8, 2]) // 8
 
@@ -342,8 +375,8 @@ class Kind:
         return self.open(str(url), **options)
 
 
-def columns_in_memory(url: str, cache: Any = None, **options: Any) -> Any:
-    return fastload.TableDataset(f"{url}/rows.parquet", _COLUMNS, batches="columns", **options)
+def columns_in_memory(url: str, **options: Any) -> Any:
+    return fastload.TableDataset(columns_of(range(COUNT)), _COLUMNS, batches="columns")
 
 
 _COLUMNS = {"label": "label", "text": "text", "pair": "pair"}
@@ -373,21 +406,27 @@ KINDS = [
     Kind(
         "table, decode and text",
         write_table,
-        functools.partial(table, fields={**_IN_TABLE, "text": "caption"}),
+        functools.partial(table_in_memory, fields={**_IN_TABLE, "text": "caption"}, rows=rows_of_table),
         transform={"image": CROP},
         modes=("raw", "dct", "auto", "decoded"),  # a function reads the whole object
     ),
     Kind(
         "image and mask",
         write_table,
-        functools.partial(table, fields={"image": File("image"), "mask": File("mask")}),
+        functools.partial(
+            table_in_memory, fields={"image": File("image"), "mask": File("mask")}, rows=rows_of_table
+        ),
         transform=_PAIR,
     ),
     Kind("ranges", write_packs, functools.partial(table_of_lines, fields=_IN_PACK)),
     Kind(
         "ranges, decode",
         write_packs,
-        functools.partial(table_of_lines, fields=File("pack", range=("start", "stop"), decode=photo_number)),
+        functools.partial(
+            table_in_memory,
+            fields=File("pack", range=("start", "stop"), decode=photo_number),
+            rows=rows_of_packs,
+        ),
         transform=None,
         own_photos=False,
         modes=("raw", "dct", "auto", "decoded"),
@@ -395,7 +434,7 @@ KINDS = [
     Kind(
         "lists",
         write_lists,
-        functools.partial(table_of_lines, fields=_IN_LISTS),
+        functools.partial(table_in_memory, fields=_IN_LISTS, rows=rows_of_lists),
         transform={"images": CROP},
         modes=("raw", "dct", "auto", "decoded"),
     ),
@@ -452,7 +491,7 @@ KINDS = [
         rows_of_read=5,
     ),
     Kind(
-        "table, columns", write_columns, columns_in_memory, transform=None, own_photos=False, rows_of_read=0
+        "table, columns", write_nothing, columns_in_memory, transform=None, own_photos=False, rows_of_read=0
     ),
     Kind(
         "mds",
@@ -484,7 +523,7 @@ KINDS = [
         transform=None,
         own_photos=False,
     ),
-    Kind("cached", lambda folder, photo: folder.mkdir(parents=True), cached, transform=None, wraps=True),
+    Kind("cached", write_nothing, cached, transform=None, wraps=True),
     Kind("wrapped", write_folder, half_and_half, wraps=True),
     Kind("mixture", write_folder, mixture, sources=2, wraps=True),
 ]

@@ -20,7 +20,7 @@ from fastload.testing.promises import (
 )
 from fastload.testing.read_tests import ReadTests
 
-_BATCHES = 6  # of an epoch at most: the state at the end of each one is resumed
+_BATCHES = 4  # of an epoch at most: the state at the end of each one is resumed
 _SAME = "a sample is the same for the same seed, epoch and index"
 _DRAW = (
     "draw random numbers in __getitem__ only, from torch, random or np.random, which seed= sets for each "

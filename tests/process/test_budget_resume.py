@@ -99,7 +99,7 @@ def test_other_ranks_and_workers_go_on_with_each_sample_once(
 ) -> None:
     unbroken = Run(1, 0, pack, None, tmp_path / "other", s3)
     state = None
-    for ranks, workers, others, their_workers in ((2, 2, 3, 1), (3, 1, 1, 2)):
+    for ranks, workers, others, their_workers in ((2, 1, 3, 0), (3, 0, 1, 2)):
         order = unbroken.read()
         assert Counter(document for batch in order for document in batch) == Counter(range(COUNT))
         begun = Run(ranks, workers, pack, state, tmp_path / "cache", s3)

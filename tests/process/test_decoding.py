@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ COUNT = 24
 BAD, HIDDEN = "b/05.jpg", "c/04.jpg"
 
 
+@functools.cache
 def _photo(k: int) -> bytes:
     pixels = scene(120 + k, 90, k)
     if k % 8 == 3:

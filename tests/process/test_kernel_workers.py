@@ -111,13 +111,13 @@ def test_threads_make_the_rows_of(dataset: str, root: Path) -> None:
 
 @pytest.mark.parametrize("dataset", PROCESSES)
 def test_processes_make_the_batches_of(dataset: str, root: Path) -> None:
-    assert kind_of(DataLoader(PROCESSES[dataset](root), 4, num_workers=2)) == ("processes", 2, 2)
+    assert kind_of(DataLoader(PROCESSES[dataset](root), 4, num_workers=1)) == ("processes", 1, 1)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_processes_make_the_batches_with(option: str, root: Path) -> None:
     options = {"batch_size": 4} | OPTIONS[option]
-    assert kind_of(DataLoader(images(root), num_workers=2, **options)) == ("processes", 2, 2)
+    assert kind_of(DataLoader(images(root), num_workers=1, **options)) == ("processes", 1, 1)
 
 
 def test_this_process_is_no_worker(root: Path) -> None:
@@ -144,7 +144,7 @@ def test_batches_and_digests_are_those_of_processes(mode: Any, root: Path, tmp_p
     for processes in (False, True):
         cache = None if mode is None else Cache(tmp_path / str(processes), mode)
         loader = DataLoader(
-            images(root, cache=cache), 5, shuffle=True, num_workers=3, seed=7, processes=processes
+            images(root, cache=cache), 5, shuffle=True, num_workers=2, seed=7, processes=processes
         )
         made.append((batches_of(loader, epochs=2), loader.state_dict()["digest"]))
     assert made[0] == made[1]

@@ -197,7 +197,7 @@ def test_beyond_size_limit_samples_have_the_same_pixels(folder: Any, mode: str) 
 
 @every_mode
 @pytest.mark.parametrize(
-    ("damage", "num_workers"), [("cut", 2), ("cut and small", 0), ("garbage", 0), ("empty", 0)]
+    ("damage", "num_workers"), [("cut", 1), ("cut and small", 0), ("garbage", 0), ("empty", 0)]
 )
 def test_bad_images_in_every_mode(
     folder: Any, photos: Path, mode: str, num_workers: int, damage: str

@@ -49,8 +49,8 @@ MADE: dict[str, Callable[[], Any]] = {
     **{name: with_order(name) for name in ORDERS},
     "mixture": lambda: loader(mixture(), shuffle=True),
     "noise of workers": lambda: loader(Noise(), shuffle=True, num_workers=2),
-    "persistent workers": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True),
-    "a generator and noise": lambda: loader(Noise(), shuffle=True, generator=seeded(), num_workers=2),
+    "persistent worker": lambda: loader(shuffle=True, num_workers=1, persistent_workers=True),
+    "a generator and noise": lambda: loader(Noise(), shuffle=True, generator=seeded(), num_workers=1),
 }
 
 

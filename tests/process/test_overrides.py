@@ -154,9 +154,19 @@ def test_getitems_with_a_seed_is_asked_for_one_sample_at_a_time(photos: Path, op
     assert runs[0] == runs[1] and runs[0][2] == [1] * COUNT and len(set(runs[0][1])) == COUNT
 
 
-@pytest.mark.parametrize(("index", "workers"), [(False, 0), (False, 2), (True, 0)])
-@pytest.mark.parametrize("transform", [RandomResizedCrop(16), None], ids=["fused", "plain"])
-@pytest.mark.parametrize("kind", list(SHARDS))
+@pytest.mark.parametrize(
+    ("kind", "transform", "index", "workers"),
+    [
+        pytest.param(
+            *(kind, transform, index, workers),
+            marks=[] if ((kind == "tar") == bool(transform)) == bool(workers) else pytest.mark.stress,
+            id=f"{kind}-{'fused' if transform else 'plain'}-{index}-{workers}",
+        )
+        for kind in SHARDS
+        for transform in (RandomResizedCrop(16), None)
+        for index, workers in ((False, 0), (False, 2), (True, 0))
+    ],
+)
 def test_a_subclass_of_shards_is_obeyed(
     kind: str, transform: Any, index: bool, workers: int, tmp_path: Path, opened: Any, large: None
 ) -> None:

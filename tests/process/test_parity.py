@@ -224,7 +224,7 @@ def test_what_frameworks_look_at() -> None:
 
 def test_pickled_and_copied_loaders() -> None:
     def body(Loader: Any) -> Any:
-        loader = Loader(Numbers(6), batch_size=2, num_workers=2)
+        loader = Loader(Numbers(6), batch_size=2, num_workers=1)
         return list(pickle.loads(pickle.dumps(loader))), list(copy.copy(loader)), list(copy.deepcopy(loader))
 
     same(body)
@@ -273,10 +273,38 @@ COLLATED: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", COLLATED)
-def test_default_collate(kind: str, workers: int) -> None:
-    same(lambda Loader: list(Loader(Numbers(6, COLLATED[kind]), batch_size=4, num_workers=workers)))
+def test_default_collate(kind: str) -> None:
+    same(lambda Loader: list(Loader(Numbers(6, COLLATED[kind]), batch_size=4)))
+
+
+def test_default_collate_in_a_worker() -> None:
+    batches_in_a_worker(COLLATED, [range(4), range(4, 6)])
+
+
+def batches_in_a_worker(kinds: dict[str, Callable[[int], Any]], batches: list[range], **options: Any) -> None:
+    """Compare these batches of each kind, or their errors; one worker makes them all."""
+    sampler = [[(kind, i) for i in batch] for kind in kinds for batch in batches]
+    names = [kind for kind in kinds for _ in batches]
+
+    def body(Loader: Any) -> Any:
+        dataset = Numbers(len(sampler), lambda index: kinds[index[0]](index[1]))  # type: ignore[index]
+        found = given_or_told(Loader(dataset, batch_sampler=sampler, num_workers=1, **options))
+        return list(zip(names, found, strict=True))
+
+    same(body)
+
+
+def given_or_told(loader: Any) -> list[Any]:
+    """The batches of an epoch, or what their errors say."""
+    iterator, found = iter(loader), []
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except Exception as caught:
+            found.append(told(caught))
 
 
 def _twice(i: int) -> Any:
@@ -327,14 +355,8 @@ def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-@pytest.mark.parametrize("kind", AS_IT_IS)
-def test_any_structure(kind: str) -> None:
-    def body(Loader: Any) -> Any:
-        torch.manual_seed(1)
-        loader = Loader(Numbers(3, AS_IT_IS[kind]), batch_size=2, num_workers=1, collate_fn=identity)
-        return list(loader)
-
-    same(body)
+def test_any_structure() -> None:
+    batches_in_a_worker(AS_IT_IS, [range(2), range(2, 3)], collate_fn=identity)
 
 
 def test_what_was_one_object_stays_one() -> None:
@@ -364,7 +386,15 @@ def test_default_collate_inside_collate_fn(size: int) -> None:
     same(lambda Loader: list(Loader(dataset, batch_size=2, num_workers=2, collate_fn=_collate_and_more)))
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("dataset", "workers"),
+    [
+        pytest.param(Numbers(10), 0, id="items-0"),
+        pytest.param(Bulk(10), 0, id="getitems-0"),
+        pytest.param(Numbers(10), 2, id="items-2", marks=pytest.mark.stress),
+        pytest.param(Bulk(10), 2, id="getitems-2"),
+    ],
+)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -380,23 +410,34 @@ def test_default_collate_inside_collate_fn(size: int) -> None:
     ],
     ids=_name,
 )
-@pytest.mark.parametrize("dataset", [Numbers(10), Bulk(10)], ids=["items", "getitems"])
 def test_samplers(dataset: Any, arguments: dict[str, Any], workers: int) -> None:
     if arguments.get("sampler") == [[1, 2], [3]] and type(dataset) is Numbers:
         dataset = Numbers(10, identity)
 
     def body(Loader: Any) -> Any:
         loader = Loader(dataset, num_workers=workers, **arguments)
-        return list(loader), list(loader), len(loader)
+        return list(loader), workers or list(loader), len(loader)
 
     same(body)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+LENGTHS = [5, 5], [0, 4], [7, 2], [0, 0]
+WAYS: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}]
+IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
+
+
 @pytest.mark.parametrize(
-    "arguments", [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}]
+    ("lengths", "arguments", "workers"),
+    [
+        pytest.param(
+            *(LENGTHS[pair[0]], WAYS[pair[1]], workers),
+            marks=pytest.mark.stress if workers and pair not in IN_WORKERS else [],
+        )
+        for pair in itertools.product(range(len(LENGTHS)), range(len(WAYS)))
+        for workers in WORKERS
+    ],
+    ids=_name,
 )
-@pytest.mark.parametrize("lengths", [[5, 5], [0, 4], [7, 2], [0, 0]], ids=_name)
 def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], workers: int) -> None:
     same(lambda Loader: list(Loader(Stream(lengths), num_workers=workers, **arguments)))
 
@@ -413,9 +454,17 @@ def test_length_warning_of_iterable_datasets(workers: int) -> None:
 # --- randomness --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("own_generator", [False, True])
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("workers", "own_generator", "persistent"),
+    [
+        (0, False, False),
+        (0, True, False),
+        (2, True, False),
+        (2, False, True),
+        pytest.param(2, False, False, marks=pytest.mark.stress),
+        pytest.param(2, True, True, marks=pytest.mark.stress),
+    ],
+)
 def test_order_and_draws(workers: int, own_generator: bool, persistent: bool) -> None:
     def body(Loader: Any) -> Any:
         generator = torch.Generator().manual_seed(5) if own_generator else None
@@ -425,7 +474,7 @@ def test_order_and_draws(workers: int, own_generator: bool, persistent: bool) ->
             shuffle=True,
             num_workers=workers,
             generator=generator,
-            persistent_workers=persistent and workers > 0,
+            persistent_workers=persistent,
         )
         epochs = [list(loader) for _ in range(3)]
         return epochs, torch.get_rng_state(), generator.get_state() if generator is not None else None
@@ -508,15 +557,7 @@ def test_an_error_and_then_the_rest(error: Exception, workers: int) -> None:
         return i
 
     def body(Loader: Any) -> Any:
-        iterator = iter(Loader(Numbers(8, raise_at_three), batch_size=2, num_workers=workers))
-        told_or_given: list[Any] = []
-        while True:
-            try:
-                told_or_given.append(next(iterator))
-            except StopIteration:
-                return told_or_given
-            except Exception as caught:
-                told_or_given.append(told(caught))
+        return given_or_told(Loader(Numbers(8, raise_at_three), batch_size=2, num_workers=workers))
 
     assert len(same(body)) == 4
 

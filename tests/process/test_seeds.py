@@ -49,8 +49,19 @@ class Drawing(Dataset[Any]):
 ALL, NONE, SOME = range(LENGTH), range(0), range(305, LENGTH, 7)
 
 
-@pytest.mark.parametrize("where", [ALL, NONE, SOME], ids=["all", "none", "some, late"])
-@pytest.mark.parametrize(("workers", "batch_size"), [(0, 16), (1, 64), (2, 5), (2, None)])
+def _ways(*ways: tuple[range, int, int | None], marks: Any = ()) -> list[Any]:
+    names = {ALL: "all", NONE: "none", SOME: "some, late"}
+    return [pytest.param(*way, marks=marks, id=f"{names[way[0]]}-{way[1]}-{way[2]}") for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("where", "workers", "batch_size"),
+    [
+        *_ways((ALL, 0, 16), (NONE, 0, 16), (SOME, 0, 16), (ALL, 1, 64), (SOME, 1, 64)),
+        *_ways((NONE, 2, 5), (SOME, 2, 5), (ALL, 2, None), (SOME, 2, None)),
+        *_ways((NONE, 1, 64), (ALL, 2, 5), (NONE, 2, None), marks=pytest.mark.stress),
+    ],
+)
 def test_samples_that_draw_are_functions_of_seed_epoch_and_index(
     where: range, workers: int, batch_size: int | None
 ) -> None:

@@ -262,7 +262,7 @@ DATASETS: list[Any] = [
     (
         OtherBatches,
         "test_loader_gives_the_samples_of_the_dataset",
-        r"sample 0 is 0 by dataset\[index\], and 1 by a loader",
+        r"sample 0 is 0 by dataset\[index\], and 2 by a loader",
     ),
     (HoldsLock, "test_pickled_dataset_gives_the_same_samples", r"before it was read, pickle"),
     (ConnectsOnUse, "test_pickled_dataset_gives_the_same_samples", r"after it was read, pickle"),
@@ -274,7 +274,7 @@ DATASETS: list[Any] = [
     (
         Counts,
         "test_state_resumes_with_the_next_sample",
-        r"sample 2 at \[1\] is 3 in the whole run, and 1 resumed after 0 samples, and one batch later again",
+        r"sample 3 at \[1\] is 4 in the whole run, and 1 resumed after 0 samples, and one batch later again",
     ),
     (LeavesFilesOpen, "test_nothing_is_left_behind", r"later .* descriptors: \('\d+', '/dev/"),
     (LeavesThreads, "test_nothing_is_left_behind", r"0 s later there are more .*threads: \d"),
