@@ -1,5 +1,4 @@
-"""Ranks for tests/test_dgc.py: `python tests/dgc_ranks.py DIRECTORY RANK RANKS SCENARIO...` writes its
-results there.
+"""Ranks for tests/trainer/test_dgc.py: `run` writes the results of a rank.
 
 A module whose loss is the product of its weights with given numbers has these numbers as its gradient, so a
 scenario knows what goes into the hook, bit for bit.
@@ -258,24 +257,21 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
-    directory, rank, ranks, *scenarios = sys.argv[1:]
+def run(directory: Path, rank: int, ranks: int, scenarios: Sequence[str]) -> None:
+    """Write the results of each scenario to the directory, and to a file there what goes to stderr."""
+    os.dup2(os.open(directory / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/store",
-        rank=int(rank),
-        world_size=int(ranks),
+        rank=rank,
+        world_size=ranks,
         timeout=timedelta(seconds=PATIENCE),
     )
     for scenario in scenarios:
-        torch.save(SCENARIOS[scenario](), Path(directory) / f"{scenario}-{rank}.pt")
+        torch.save(SCENARIOS[scenario](), directory / f"{scenario}-{rank}.pt")
     dist.destroy_process_group()
     # One of gloo's threads may be about to drop the callback of the last hook, for which it needs the
     # interpreter; if that is ending, the process aborts. The threads live as long as DDP, which nothing ends.
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
  * AddressSanitizer and UBSan. The record of a mutated JPEG must give the pixels of that JPEG, with an index of its rows it
  * must give the same, and our Huffman decoder must give those of libjpeg's, and its errors.
  *
- *     kernel_fuzz SECONDS SEED MAX_PIXELS FILE...
+ *     kernel_fuzz SECONDS RUNS SEED MAX_PIXELS FILE...
  *
  * Prints "runs R decoded D refused F" when nothing was found. The mutant at work is kept in the file `last.jpg`
  * of the working directory only when the process dies (by the sanitizers' death callback), to be replayed.
@@ -216,18 +216,19 @@ static bool attempts(uint64_t max_pixels) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 5) return 2;
+    if (argc < 6) return 2;
     const time_t end = time(NULL) + atoi(argv[1]);
-    const uint64_t max_pixels = strtoull(argv[3], NULL, 10);
-    state = strtoull(argv[2], NULL, 10) * 2 + 1;
-    const int given = argc - 4;
+    const long most = atol(argv[2]);
+    const uint64_t max_pixels = strtoull(argv[4], NULL, 10);
+    state = strtoull(argv[3], NULL, 10) * 2 + 1;
+    const int given = argc - 5;
     int files = given; /* the JPEGs, then the records and the files with an index of those that have one */
     uint8_t **seeds = malloc(sizeof *seeds * (size_t)given * 3);
     size_t *sizes = malloc(sizeof *sizes * (size_t)given * 3);
     for (int i = 0; i < given; i++) {
         Record record = {NULL, 0, 0};
         char message[MESSAGE_SIZE];
-        seeds[i] = load(argv[4 + i], sizes + i);
+        seeds[i] = load(argv[5 + i], sizes + i);
         if (jpeg_to_record(seeds[i], sizes[i], max_pixels, 1, &record, message) && record.size < MOST)
             seeds[files] = record.data, sizes[files++] = record.size;
         else
@@ -244,7 +245,7 @@ int main(int argc, char **argv) {
     }
     __asan_set_death_callback(keep);
     long runs = 0, decoded = 0;
-    while (time(NULL) < end)
+    while (time(NULL) < end && runs < most)
         for (int i = 0; i < 20; i++, runs++) {
             const uint32_t one = draw((uint32_t)files), other = draw((uint32_t)files);
             mutate(seeds[one], sizes[one], seeds[other], sizes[other]);

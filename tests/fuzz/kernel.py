@@ -10,6 +10,7 @@ itself, but what it allocates and what it is given is.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ PROGRAMS = {  # name -> source, sanitizers
     "races": ("pool.c", ["-fsanitize=thread"]),
 }
 MAX_PIXELS = 1_000_000  # small, so that mutated sizes cost little
+SHAPES = (45, 33), (160, 16)
+MOST = 1 << 40
 
 
 @dataclass
@@ -43,30 +46,42 @@ class Report:
 
 def missing() -> str | None:
     """Why this machine cannot fuzz; None if it can."""
-    compiler = shutil.which("cc")
-    if compiler is None:
+    if shutil.which("cc") is None:
         return "no C compiler"
+    return None if _probed() is not None else "no libjpeg headers or no sanitizers"
+
+
+def leaks_are_found() -> bool:
+    """LeakSanitizer needs ptrace, which some containers forbid: then every run of a program fails."""
+    return _probed() == 0
+
+
+@functools.cache
+def _probed() -> int | None:
+    """What a program that does nothing returns; None: it cannot be compiled."""
     source = "#include <stdio.h>\n#include <jpeglib.h>\nint main(void) { return 0; }"
     with tempfile.TemporaryDirectory() as folder:
-        command = [compiler, *SANITIZE, "-x", "c", "-", "-o", f"{folder}/probe"]
-        probe = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
-    return None if probe.returncode == 0 else "no libjpeg headers or no sanitizers"
+        command = ["cc", *SANITIZE, "-x", "c", "-", "-o", f"{folder}/probe"]
+        if subprocess.run(command, input=source.encode(), capture_output=True, check=False).returncode != 0:
+            return None
+        env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LD_PRELOAD": ""}
+        return subprocess.run([f"{folder}/probe"], env=env, capture_output=True, check=False).returncode
 
 
-def build(name: str, folder: Path, root: Path) -> Path:
+def build(name: str, folder: Path, root: Path, optimise: str) -> Path:
     """Compile one of `PROGRAMS` from the sources below `root`."""
     source, sanitizers = PROGRAMS[name]
     program = folder / f"{name}_fuzz"
-    flags = ["-std=gnu11", "-O2", "-g", "-pthread", *sanitizers]
+    flags = ["-std=gnu11", optimise, "-g", "-pthread", *sanitizers]
     command = ["cc", *flags, str(root / "tests/fuzz" / source), "-o", str(program), "-ljpeg", "-lm"]
     subprocess.run(command, check=True)
     return program
 
 
-def corpus(folder: Path) -> list[str]:
+def corpus(folder: Path, shapes: tuple[tuple[int, int], ...]) -> list[str]:
     """Small JPEGs of every kind, and one with a restart interval in a multi-scan file."""
     paths = []
-    for shape in ((45, 33), (160, 16)):
+    for shape in shapes:
         for name, data in variants(*shape).items():
             path = folder / f"{name} {shape[0]}x{shape[1]}.jpg"
             path.write_bytes(data)
@@ -74,16 +89,26 @@ def corpus(folder: Path) -> list[str]:
     return paths
 
 
-def run(seconds: int, seed: int = 0, root: Path = ROOT, name: str = "kernel") -> Report:
-    """Fuzz with one of `PROGRAMS`. Leaves the input of a finding in the temporary folder, and names it."""
+def run(
+    seconds: int,
+    seed: int = 0,
+    root: Path = ROOT,
+    name: str = "kernel",
+    runs: int = MOST,
+    short: bool = False,
+) -> Report:
+    """Fuzz with one of `PROGRAMS`, up to a time or a number of images, whichever comes first.
+
+    Leaves the input of a finding in the temporary folder, and names it. short: compiled in a third of the
+    time, for runs of a few seconds; and half the files, which are of every kind too.
+    """
     folder = Path(tempfile.mkdtemp(prefix="fastload-fuzz-"))
     report = Report()
-    program, *arguments = str(build(name, folder, root)), str(seed), str(MAX_PIXELS), *corpus(folder)
-    env = {**os.environ, "ASAN_OPTIONS": "allocator_may_return_null=1", "LD_PRELOAD": ""}
-    # LeakSanitizer needs ptrace, which some containers forbid: then a run of 0 seconds already fails.
-    idle = subprocess.run([program, "0", *arguments], cwd=folder, env=env, capture_output=True, check=False)
-    env["ASAN_OPTIONS"] += f":detect_leaks={int(idle.returncode == 0)}"
-    command = [program, str(seconds), *arguments]
+    program = str(build(name, folder, root, "-O0" if short else "-O2"))
+    env = {**os.environ, "ASAN_OPTIONS": f"allocator_may_return_null=1:detect_leaks={int(leaks_are_found())}"}
+    env["LD_PRELOAD"] = ""
+    files = corpus(folder, SHAPES[:1] if short else SHAPES)
+    command = [program, str(seconds), str(runs), str(seed), str(MAX_PIXELS), *files]
     try:
         result = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds + 60, check=False

@@ -2,7 +2,7 @@
  * drop the others while the pool grows and shrinks. The records are files as they are, mutated ones
  * whose sums are right, and ones with other bytes than their sums say. Each row must be what it is without threads.
  *
- *     pool_fuzz SECONDS SEED MAX_PIXELS FILE...
+ *     pool_fuzz SECONDS RUNS SEED MAX_PIXELS FILE...
  *
  * Prints "runs R decoded D refused F" when nothing was found: rows, and those of them that were made and refused.
  */
@@ -173,14 +173,15 @@ static void *submit(void *seed) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 5) return 2;
-    uint64_t state = strtoull(argv[2], NULL, 10) * 2 + 1;
-    max_pixels = strtoull(argv[3], NULL, 10);
+    if (argc < 6) return 2;
+    const long most = atol(argv[2]);
+    uint64_t state = strtoull(argv[3], NULL, 10) * 2 + 1;
+    max_pixels = strtoull(argv[4], NULL, 10);
     const int fd = open("segment", O_RDWR | O_CREAT | O_TRUNC, 0600);
     use_simd = cpu_has_simd();
     use_huffman = true;
     small_scan = 0;
-    for (int i = 4; i < argc; i++) add_file(fd, argv[i], &state);
+    for (int i = 5; i < argc; i++) add_file(fd, argv[i], &state);
     laws[0] = random_law((double[]){0.1, 1}, (double[]){0.5, 2}, 0.5);
     laws[1] = (Law){.kind = CENTRE_BOX, .resize = {20, 0}};
     expected = calloc((size_t)count, sizeof *expected);
@@ -200,7 +201,7 @@ int main(int argc, char **argv) {
     const double end = seconds_now() + atof(argv[1]);
     pthread_t submitters[SUBMITTERS];
     for (size_t i = 0; i < SUBMITTERS; i++) pthread_create(submitters + i, NULL, submit, (void *)i);
-    while (seconds_now() < end) {
+    while (seconds_now() < end && runs < most) {
         pool_resize(draw(&state, 5));
         usleep(draw(&state, 20000));
     }

@@ -208,29 +208,39 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("names", "workers", "warned"),
-    [
-        ("CenterCrop, ImageFolder", 0, 1),
-        ("CenterCrop, ImageFolder", 2, 1),
-        ("CenterCrop, DataLoader, ImageFolder", 0, 0),
-    ],
-)
-def test_warning_where_trainer_got_a_dataset_alone(
-    tmp_path: Path, names: str, workers: int, warned: int
-) -> None:
+EACH = """
+import os, runpy, sys
+import torch.utils.data
+
+for script in sys.argv[2:]:
+    if os.fork() == 0:
+        os.dup2(os.open(f"{script}.err", os.O_WRONLY | os.O_CREAT), 2)
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+    assert os.wait()[1] == 0, open(f"{script}.err").read()
+"""
+
+
+def test_warning_where_trainer_got_a_dataset_alone(tmp_path: Path) -> None:
+    """Each script runs in a process of its own, forked from one that has torch and nothing of fastload."""
     for number in range(4):
         path = tmp_path / "photos" / "cat" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(photo(number))
-    script = tmp_path / "train.py"
-    script.write_text(TRAINER.format(names=names, workers=workers))
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "photos"],
+    cases = {
+        ("CenterCrop, ImageFolder", 0): 1,
+        ("CenterCrop, ImageFolder", 2): 1,
+        ("CenterCrop, DataLoader, ImageFolder", 0): 0,
+    }
+    scripts = [tmp_path / f"train{number}.py" for number in range(len(cases))]
+    for script, (names, workers) in zip(scripts, cases, strict=True):
+        script.write_text(TRAINER.format(names=names, workers=workers))
+    subprocess.run(
+        [sys.executable, "-c", EACH, tmp_path / "photos", *scripts],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
         check=True,
     )
-    assert done.stderr.count("Trainer reads this ImageFolder through a torch.utils.data.DataLoader") == warned
+    sentence = "Trainer reads this ImageFolder through a torch.utils.data.DataLoader"
+    told = [Path(f"{script}.err").read_text().count(sentence) for script in scripts]
+    assert told == list(cases.values())

@@ -6,9 +6,7 @@ real thing runs in DistributedDataParallel on two gloo ranks; see dgc_ranks.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +32,22 @@ pytestmark = pytest.mark.skipif(
 
 
 def launch(directory: Path, *scenarios: str) -> dict[str, list[Any]]:
-    """Scenario -> the results of each rank."""
-    environment = {**os.environ, "PYTHONPATH": str(dgc_ranks.ROOT), "OMP_NUM_THREADS": "1"}
+    """Scenario -> the results of each rank; forked from a server that has torch."""
+    context = multiprocessing.get_context("forkserver")
     processes = [
-        subprocess.Popen(
-            [sys.executable, dgc_ranks.__file__, directory, str(rank), str(RANKS), *scenarios],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        context.Process(target=dgc_ranks.run, args=(directory, rank, RANKS, scenarios))
         for rank in range(RANKS)
     ]
     try:
-        said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(PATIENCE)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
+    said = "\n".join((directory / f"{rank}.txt").read_text() for rank in range(RANKS))
+    assert [process.exitcode for process in processes] == [0] * RANKS, said
     return {
         name: [torch.load(directory / f"{name}-{rank}.pt", weights_only=True) for rank in range(RANKS)]
         for name in scenarios
@@ -239,9 +236,9 @@ def test_largest_finds_the_largest(size: int, count: int, scale: str) -> None:
 
 
 def test_a_nan_is_the_largest() -> None:
-    values = torch.rand(100_000)
+    values = torch.rand(40_000)
     values[77] = torch.nan
-    assert all(77 in dgc.largest(values, 1000, number) for number in range(200))
+    assert all(77 in dgc.largest(values, 400, number) for number in range(100))
 
 
 # --- bytes

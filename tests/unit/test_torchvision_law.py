@@ -117,9 +117,19 @@ def torchvisions_features(width: int, height: int, law: Any) -> Any:
     return np.array(drawn)
 
 
-@pytest.mark.parametrize("shape", [(500, 375), (300, 1000), (64, 64)])
-@pytest.mark.parametrize("law", LAWS)
-def test_a_samples_own_randomness_follows_torchvisions_law(shape: tuple[int, int], law: Any) -> None:
+SHAPES = [(500, 375), (300, 1000), (64, 64)]
+
+
+# Each law and each shape in `make test`; all pairs in `make stress`.
+@pytest.mark.parametrize(
+    ("law", "shape"),
+    [
+        pytest.param(law, shape, marks=[pytest.mark.stress] if (i - j) % 3 else [])
+        for i, law in enumerate(LAWS)
+        for j, shape in enumerate(SHAPES)
+    ],
+)
+def test_a_samples_own_randomness_follows_torchvisions_law(law: Any, shape: tuple[int, int]) -> None:
     transform = RandomResizedCrop(224, *law, flip=0.3)
     places = [transform._box_for(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
     ours = np.array([features(place.box, *shape) for place in places])

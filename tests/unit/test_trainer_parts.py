@@ -487,8 +487,17 @@ def as_torchvision(network: model.ResNet) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("kind", ["own", "own with averages", "torchvision"])
-@pytest.mark.parametrize("classes", [7, 10])
+@pytest.mark.parametrize(
+    ("kind", "classes"),
+    [
+        ("own", 7),
+        ("own", 10),
+        ("own with averages", 7),
+        ("own with averages", 10),
+        ("torchvision", 7),
+        pytest.param("torchvision", 10, marks=pytest.mark.stress),  # a ResNet-50, which takes seconds
+    ],
+)
 def test_pretrained_weights_are_loaded_but_for_a_head_of_other_classes(kind: str, classes: int) -> None:
     torch.manual_seed(1)
     name = "resnet50" if kind == "torchvision" else "small"
