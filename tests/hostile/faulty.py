@@ -22,7 +22,7 @@ def _waits(folder: Path) -> None:
 
 
 def _grows(folder: Path) -> int:
-    return len(b"x" * (900 << 20))
+    return len(b"x" * (400 << 20))
 
 
 def _grows_in_a_child(folder: Path) -> None:
