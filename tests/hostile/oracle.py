@@ -1,9 +1,9 @@
 """One case: a reader gets files of an attacker in a process that is measured and judged.
 
-A server has all imported and starts no thread; it forks for each reader, so that a case costs some
-milliseconds. Measured are the processor time and the peak of memory of that process and of those that it
-started, during the case: a busy machine makes no case fail. Cases of a reader follow each other in one process.
-One that seems at fault there is judged again in a process of its own.
+A server has all imported and starts no thread; it forks for each reader, whose cases follow each other in
+one process: a case costs some milliseconds. Measured are the processor time and the peak of memory of that
+process and of those that it started, during the case: a busy machine makes no case fail. A case that seems at
+fault behind others is judged again in a process of its own.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class _Host:
         memory -= self._resting
         if took > allowed or memory > most:
             fault = (
-                f"took {took:.1f} s and {memory >> 20:,} MB, allowed for {size:,} bytes are {allowed:.1f} s and "
-                f"{most >> 20:,} MB"
+                f"took {took:.1f} s and {memory >> 20:,} MB, allowed for {size:,} bytes are {allowed:.1f} s "
+                f"and {most >> 20:,} MB"
             )
         return Outcome(fault, said, took, memory)
 
