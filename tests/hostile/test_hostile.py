@@ -45,6 +45,12 @@ def test_suite_finds_a_reader_that_breaks_a_promise(reader: str, server: oracle.
     assert re.search(faulty.READERS[reader][1], outcome.fault), outcome
 
 
+def test_case_that_seems_at_fault_behind_others_is_judged_again_alone(server: oracle.Server) -> None:
+    assert [server.judge("keeps", {}).fault for _ in range(2)] == ["", ""], "the memory of the first"
+    assert server.judge("remembers", {}).fault == ""
+    assert "behind other cases of this reader: raised ValueError" in server.judge("remembers", {}).fault
+
+
 def test_cases_of_a_seed_are_the_same_each_time() -> None:
     one, other = (list(cases(3, 2, only="npy: ")) for _ in range(2))
     assert one == other and len(one) > 10
