@@ -1,10 +1,11 @@
-"""What stores do wrong, through the whole loader: run as a script, one JSON document per case on stdout.
+"""What stores do wrong, through the whole loader: run as a script, one JSON document per case.
 
-    python -m tests.engine_cases obstore|s3fs
+    python -m tests.engine_cases FOLDER    writes obstore.out, s3fs.out and their logs, *.err
 
-A process of its own, which never uses a native client: its workers start by fork, the default, and inherit
-the short patience that is set here. Each case reads every object with two workers (one with s3fs, whose start
-in a worker takes longer than all that it reads), hashes what it got, and looks for what was left behind.
+Both clients run at once, each in a process of its own, which never uses a native client: its workers start
+by fork, the default, and inherit the short patience that is set here. Each case reads every object with two
+workers (one with s3fs, whose start in a worker takes longer than all that it reads), hashes what it got, and
+looks for what was left behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 
+CLIENTS = ["obstore", "s3fs"]
 N = 24
 BAD = "0007"
 KEY, SECRET = "canary-access-key-1234", "canarySECRETcanary0123456789"
@@ -135,23 +138,32 @@ def scripted(name: str, *faults: Fault | None, repeat: bool = False, **arguments
     CASES[name] = case
 
 
-scripted("clean")
+# Faults of which asking again helps, each of an object of its own: name -> (key, faults).
+PASSING: dict[str, tuple[str, tuple[Fault, ...]]] = {}
+
+
+def passing(name: str, *faults: Fault) -> None:
+    PASSING[name] = f"{len(PASSING):04d}", faults
+
+
 # N1
-scripted("500", Fault(status=500))
-scripted("503", Fault(status=503, code="SlowDown"), Fault(status=503, code="SlowDown"))
-scripted("429", Fault(status=429, code="TooManyRequests"))
-scripted("500 for ever", Fault(status=500), repeat=True)
+passing("500", Fault(status=500))
+passing("503", Fault(status=503, code="SlowDown"), Fault(status=503, code="SlowDown"))
+passing("429", Fault(status=429, code="TooManyRequests"))
 # N2
-scripted("stall", Fault(stall_after=500))
-for _at in (0, 1, 1000, len(BODY) - 1):
-    scripted(f"cut at {_at}", Fault(cut_after=_at))
-    scripted(f"reset at {_at}", Fault(reset_after=_at))
-scripted("stalls for ever", Fault(stall_after=500), repeat=True)
+for _how in ("cut_after", "reset_after"):
+    for _at in (0, 1, 1000, len(OBJECTS[f"{len(PASSING) + 3:04d}"]) - 1):
+        passing(f"{_how} {_at}", Fault(**{_how: _at}))  # type: ignore[arg-type]
 # N3
-scripted("empty 200", Fault(body=b""))
-scripted("XML in a 200", Fault(body=XML))
-scripted("long XML in a 200", Fault(body=XML + b" " * 9000))
-scripted("short 200", Fault(body=BODY[:1000]))
+passing("empty 200", Fault(body=b""))
+passing("XML in a 200", Fault(body=XML))
+passing("long XML in a 200", Fault(body=XML + b" " * 9000))
+passing("short 200", Fault(body=BODY[:1000]))
+
+scripted("clean")
+scripted("500 for ever", Fault(status=500), repeat=True)
+scripted("stall", Fault(stall_after=500))
+scripted("stalls for ever", Fault(stall_after=500), repeat=True)
 scripted("XML in a 200 for ever", Fault(body=XML), repeat=True)
 # N4
 scripted("flipped byte", Fault(flip=99))
@@ -174,6 +186,15 @@ def change(server: FaultServer) -> Callable[[Any], None]:
         server.objects[BAD] = b"another object" * 100
 
     return replace
+
+
+@case("faults that pass")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    def script(_: Any) -> None:
+        for key, faults in PASSING.values():
+            server.script(key, *faults)
+
+    return load(server, client, before_read=script)
 
 
 @case("flipped byte, with a checksum")
@@ -369,5 +390,19 @@ def main(client_name: str, guards_removed: bool) -> None:
         print(json.dumps([name, result]), flush=True)  # noqa: T201
 
 
+def both(folder: Path, guards_removed: bool) -> int:
+    """Run the cases with each client; the processes that failed."""
+    pids = []
+    for client in CLIENTS:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            for number, end in ((1, "out"), (2, "err")):
+                with (folder / f"{client}.{end}").open("w") as file:
+                    os.dup2(file.fileno(), number)
+            main(client, guards_removed)
+            return 0
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], "guards-removed" in sys.argv)
+    sys.exit(both(Path(sys.argv[1]), "guards-removed" in sys.argv))

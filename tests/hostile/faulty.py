@@ -22,7 +22,7 @@ def _waits(folder: Path) -> None:
 
 
 def _grows(folder: Path) -> int:
-    return len(b"x" * (900 << 20))
+    return len(b"x" * (400 << 20))
 
 
 def _grows_in_a_child(folder: Path) -> None:
@@ -53,6 +53,19 @@ def _refuses(folder: Path) -> None:
     raise DecodeError("this is no file")
 
 
+_kept: list[object] = []
+
+
+def _keeps(folder: Path) -> None:
+    _kept.append(b"x" * (150 << 20))
+
+
+def _remembers(folder: Path) -> None:
+    if _kept:
+        raise ValueError("not the first")
+    _kept.append(folder)
+
+
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "spins": (_spins, r"took \d\.\d s and|hung for"),
     "waits": (_waits, "hung"),
@@ -63,6 +76,8 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "hides": (_hides, "wraps another error"),
     "dies": (_dies, "ended by signal 11"),
     "refuses": (_refuses, "^$"),
+    "keeps": (_keeps, "^$"),
+    "remembers": (_remembers, "^$"),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import re
@@ -202,7 +201,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -> Any:
-    """The batches of a tar with an image and one JSON value a sample, or the error that is raised."""
+    """The batches of a tar with an image and a JSON value a sample, or the error that is raised."""
     samples = [
         {"jpg": jpeg(at), "json": json.dumps({"id": at, "x": value}).encode()}
         for at, value in enumerate(values)
@@ -221,31 +220,40 @@ def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -
 POLICIES: list[dict[str, Any]] = [{}, {"on_error": "repeat"}, {"on_error": "replace"}]
 
 
-def under_policies(*values: list[Any]) -> Any:
-    """Values under each policy for bad samples; the first ones by a worker too."""
-    worker = (values[0], {"on_error": "replace", "num_workers": 1})
-    return pytest.mark.parametrize(("values", "options"), [*itertools.product(values, POLICIES), worker])
+BY_A_WORKER = {"on_error": "replace", "num_workers": 1}
+COLUMNS = {
+    "numbers": [1, 1.5, 2, 0.5],
+    "a float first": [1.5, 1, 2, 3],
+    "a bool first": [True, 2, 3, False],
+    "a bool": [1, True, 2, 3],
+    "lists": [[1, 2], [1.5, 2], [3, 4], [5, 6]],
+    "texts": ["a", "b", "c", "d"],
+    "dictionaries": [{"a": number, "b": [number / 2, "x"]} for number in range(4)],
+}
+NO_COLUMNS: list[list[Any]] = [
+    [[], [1], [1, 2], []],
+    [{"a": 1}, {"b": 1}, {"a": 1}, {}],
+    [1, None, 2, 3],
+    [None] * 4,
+    [1, "a", 2, 3],
+]
 
 
-@under_policies(
-    [1, 1.5, 2, 0.5],
-    [1.5, 1, 2, 3],
-    [True, 2, 3, False],
-    [1, True, 2, 3],
-    [[1, 2], [1.5, 2], [3, 4], [5, 6]],
-    ["a", "b", "c", "d"],
-    [{"a": number, "b": [number / 2, "x"]} for number in range(4)],
-)
-def test_values_are_the_columns_that_torch_makes(
-    values: list[Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    batch = rows_of(tmp_path, values, CROP, **options)
+@pytest.mark.parametrize("options", [*POLICIES, BY_A_WORKER])
+def test_values_are_the_columns_that_torch_makes(options: dict[str, Any], tmp_path: Path) -> None:
+    samples = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+    batch = rows_of(tmp_path, samples, CROP, **options)
     assert batch["id"].tolist() == [0, 1, 2, 3]
-    assert same(batch["x"], default_collate(values)), batch["x"]
+    for name, values in COLUMNS.items():
+        assert same(batch["x"][name], default_collate(values)), (name, batch["x"])
 
 
-@under_policies(
-    [[], [1], [1, 2], []], [{"a": 1}, {"b": 1}, {"a": 1}, {}], [1, None, 2, 3], [None] * 4, [1, "a", 2, 3]
+@pytest.mark.parametrize(
+    ("values", "options"),
+    [
+        *[(values, POLICIES[at % 3]) for at, values in enumerate(NO_COLUMNS)],
+        *[(NO_COLUMNS[0], options) for options in (*POLICIES[1:], BY_A_WORKER)],
+    ],
 )
 def test_values_that_make_no_batch_are_no_bad_samples(
     values: list[Any], options: dict[str, Any], tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -153,14 +154,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_pass_are_retried_unseen(kind: str, fault: str, small_pieces: None) -> None:
+def test_faults_that_pass_are_retried_unseen(kind: str, small_pieces: None) -> None:
     with FaultServer(shards(kind)) as server:
         data = opened(kind, server)
+        faults = itertools.cycle(FAULTS.values())
         for number in (0, 2, 3):
-            server.script(f"part-00{number}.{kind}", None, FAULTS[fault], None, FAULTS[fault])
+            server.script(f"part-00{number}.{kind}", None, next(faults), None, next(faults))
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
-        assert data.counters["get.retries"] >= 6
+        assert data.counters["get.retries"] >= 6 > len(FAULTS)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

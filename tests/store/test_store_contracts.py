@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,15 @@ class OfStores(StoreTests):
 
 
 class TestPath(OfStores):
-    url = "{bucket}/pre"
+    """By path and by URL in turn: both lead to the same store."""
 
+    @pytest.fixture(autouse=True)
+    def _spellings(self) -> None:
+        self.urls = itertools.cycle(["{bucket}/pre", "file://{bucket}/pre/"])
 
-class TestFile(OfStores):
-    url = "file://{bucket}/pre/"
+    def make(self) -> Store:
+        self.url = next(self.urls)
+        return super().make()
 
 
 class TestMemory(OfStores):

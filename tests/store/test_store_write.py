@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fastload.store import object_store as native
 from tests.commands import script
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
-from tests.storedata import BODY, clients, sizes
+from tests.storedata import BODY, CLIENTS, clients, sizes
 
 KINDS = ["obstore", "s3fs", "path", "memory"]
 
@@ -60,6 +61,22 @@ def test_a_key_stays_below_its_root(kind: str, s3: S3Server, tmp_path: Path) -> 
 
 # --- Faults -----------------------------------------------------------------------------------------------
 
+
+def by_pairs(faults: Mapping[str, Any], size: int) -> Any:
+    """Each fault with each client and, as a whole and in parts, by one of them."""
+    cases = [
+        pytest.param(
+            name,
+            (size, 20 << 20)[parts],
+            CLIENTS[(at + parts) % 2],
+            id=f"{name}-{('whole', 'in parts')[parts]}",
+        )
+        for at, name in enumerate(faults)
+        for parts in range(2)
+    ]
+    return pytest.mark.parametrize(("name", "size", "client"), cases)
+
+
 RECOVERED = {
     "500": [Fault(status=500)],
     "503": [Fault(status=503, code="SlowDown")] * 2,
@@ -69,9 +86,7 @@ RECOVERED = {
 }
 
 
-@clients
-@pytest.mark.parametrize("name", RECOVERED)
-@pytest.mark.parametrize("size", [len(BODY), 20 << 20], ids=["whole", "in parts"])
+@by_pairs(RECOVERED, len(BODY))
 def test_faults_that_retries_help(
     name: str, size: int, client: dict[str, Any], server: FaultServer, impatient: None, tmp_path: Path
 ) -> None:
@@ -92,9 +107,7 @@ REFUSED = {
 }
 
 
-@clients
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("size", [1000, 20 << 20], ids=["whole", "in parts"])
+@by_pairs(REFUSED, 1000)
 def test_faults_that_are_errors(
     name: str,
     size: int,

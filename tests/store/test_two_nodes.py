@@ -1,16 +1,19 @@
 """The trainer on two nodes: two torchrun agents, each with a cache directory of its own, and one S3 server.
 
 An agent is all that a node is to torchrun and to `partition="node"`: a group of ranks that share a disk. The
-proxy before the server counts what the nodes ask of it.
+agents and their ranks are forked from one process, which has imported torch for all of them. The proxy before
+the server counts what the nodes ask of it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +47,50 @@ def train(directory: Path, bucket: Bucket, *options: str) -> list[dict[str, Any]
     environment = {"AWS_ACCESS_KEY_ID": bucket.server.key, "AWS_SECRET_ACCESS_KEY": bucket.server.secret}
     environment |= {"AWS_ENDPOINT_URL": bucket.proxy.url, "AWS_REGION": "us-east-1"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    port = free_port()
-    agents = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
-                *("--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={RANKS}"),
-                *("--master-addr=127.0.0.1", f"--master-port={port}", "--local-addr=127.0.0.1"),
-                *(str(EXAMPLE / "train.py"), "s3://photos", "--cache", str(directory / f"ssd-{node}")),
-                *("--out", str(directory / f"out-{node}"), "--epochs", "2", "--no-eval"),
-                *("--simulate-gpu-rate", "100000", "--batch-size", "8", "--resolution", "32"),
-                *("--num-workers", "1", *options),
-            ],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
+    command = [sys.executable, "-W", "ignore", __file__, str(directory), *options]
+    agents = subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        said = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
+        said, _ = agents.communicate(timeout=PATIENCE)
     finally:
-        for agent in agents:
-            agent.terminate()
-            agent.wait(PATIENCE)
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+        with suppress(ProcessLookupError):
+            os.killpg(agents.pid, signal.SIGKILL)
+        agents.wait()
+    assert agents.returncode == 0, said
     return [json.loads(line) for line in (directory / "out-0" / "epochs.jsonl").read_text().splitlines()]
+
+
+def run_agents(directory: Path, options: list[str]) -> int:
+    """Run the trainer under the agents of both nodes; the number of those that failed."""
+    from torch.distributed.run import config_from_args, elastic_launch, parse_args
+
+    sys.path.insert(0, str(EXAMPLE))
+    import train as trainer  # type: ignore[import-not-found]
+
+    def rank(arguments: list[str]) -> None:
+        trainer.run(trainer.images, trainer.resnet, add_options=trainer.options, arguments=arguments)
+
+    port, agents = free_port(), []
+    for node in range(2):
+        agents.append(os.fork())
+        if agents[-1] == 0:
+            torchrun = ["--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={RANKS}"]
+            torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", "--local-addr=127.0.0.1"]
+            arguments = ["s3://photos", "--cache", str(directory / f"ssd-{node}")]
+            arguments += ["--out", str(directory / f"out-{node}"), "--epochs", "2", "--no-eval"]
+            arguments += ["--model", "resnet18", "--simulate-gpu-rate", "100000", "--batch-size", "8"]
+            arguments += ["--resolution", "32", "--num-workers", "1", *options]
+            config, _, _ = config_from_args(parse_args([*torchrun, "train.py"]))
+            config.start_method = "fork"
+            elastic_launch(config, rank)(arguments)
+            return 0
+    return sum(os.waitpid(agent, 0)[1] != 0 for agent in agents)
 
 
 def entries(directory: Path) -> list[int]:
@@ -106,3 +126,7 @@ def test_missing_ray_is_named_with_its_install_line(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "pip install 'ray[train]'" in done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(run_agents(Path(sys.argv[1]), sys.argv[2:]))

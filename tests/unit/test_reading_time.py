@@ -64,8 +64,8 @@ def test_many_small_members_take_linear_time(kind: str) -> None:
 
 def test_many_empty_zstd_frames_take_linear_time() -> None:
     frame = zstd().compress(b"")
-    with within(8):
-        assert inflated(frame * ((1 << 20) // len(frame))) == b""
+    with within(4):
+        assert inflated(frame * ((1 << 19) // len(frame))) == b""
 
 
 @pytest.mark.parametrize("size", [7, 1000, 1 << 20])

@@ -59,7 +59,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(samples)
-@settings(max_examples=300)
 def test_round_trip(sample: Any) -> None:
     assert same(load(dump(sample)), sample)
     assert same(load(bytearray(dump(sample))), sample)

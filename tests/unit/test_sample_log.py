@@ -255,8 +255,8 @@ def test_missing_ranks_of_a_false_number_are_not_listed_all(tmp_path: Path) -> N
 
 
 def test_log_of_many_resumes_is_read_in_linear_time(tmp_path: Path) -> None:
-    """A run that resumed 40,000 times at its first step: only what follows the last time counts."""
+    """A run that resumed 10,000 times at its first step: only what follows the last time counts."""
     began = time.process_time()
-    result = prove_logs(tmp_path, header(0) + (run_frame() + step_frame()) * 40_000)
+    result = prove_logs(tmp_path, header(0) + (run_frame() + step_frame()) * 10_000)
     assert result.exit_code == 0 and "in the only step" in result.stdout
-    assert time.process_time() - began < 20  # by comparing each with each: minutes
+    assert time.process_time() - began < 8  # by comparing each with each: minutes

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data.make_shards import COUNT, FILES, HERE, features
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastload
@@ -77,6 +77,7 @@ def write_tfrecord(records: Iterable[bytes]) -> tuple[bytes, bytes]:
 
 
 @given(samples)
+@settings(max_examples=30)
 def test_tar_is_read_by_ours_and_by_pythons(content: dict[str, dict[str, bytes]]) -> None:
     shard, index = write_tar(content.items())
     assert len(shard) % tarfile.RECORDSIZE == 0
