@@ -54,9 +54,20 @@ _MADV_COLLAPSE = 25
 
 
 def pytest_collection_finish() -> None:
+    _settle()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> Iterator[None]:
+    """Settle what the tests of a module left, too: of those of the docs, 0.5 s a garbage collection."""
+    yield
+    _settle()
+
+
+def _settle() -> None:
     """Make garbage collection and forks cheap for a process that has imported all test modules.
 
-    With torch, one garbage collection takes 0.1 to 0.4 s: what was imported is exempt from it. A fork copies
+    With torch, one garbage collection takes 0.1 to 0.4 s: what is there now is exempt from it. A fork copies
     the page table: 50 ms of CPU for 420 MiB in small pages, 12 ms in huge ones.
     """
     gc.collect()
@@ -76,22 +87,6 @@ def _use_huge_pages() -> None:
             start, end = (int(address, 16) // _HUGE for address in addresses.split("-"))
             for page in range(start + 1, end):
                 madvise(ctypes.c_void_p(page * _HUGE), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """Exempt what the tests of a module left, too: of those of the docs, 0.5 s a collection."""
-    yield
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """Exempt what the tests of a module left, too: of those of the docs, 0.5 s a collection."""
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
