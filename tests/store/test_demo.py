@@ -295,7 +295,9 @@ def test_server_that_cannot_start_raises_with_its_output(
         pass
 
 
-# --- the command, as a real process
+# --- the command; as a real process, where that is interrupted or killed
+
+IMAGES = 66  # a batch for each of two workers
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -330,6 +332,13 @@ def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found if started and len(workers) >= 2 and all(map(_is_connected, workers)) else []
 
 
+def once_measuring(process: subprocess.Popen[str], directory: Path) -> list[psutil.Process]:
+    """The same. A look at the processes is dear: the first one comes once all photos are made."""
+    photos = directory / "data" / "s3" / f"photos-{IMAGES}"
+    wait_until(lambda: len([*photos.glob("*/*.jpg")]) == IMAGES, "its photos are made")
+    return wait_until(lambda: measuring(process), "it measures")
+
+
 def _is_connected(process: psutil.Process) -> bool:
     try:
         return any(connection.raddr for connection in process.net_connections())
@@ -342,22 +351,20 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
-    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 2, "--json"]
-    with start(*words) as process:
-        out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    document = json.loads(out)
+    done = command("demo", "--dir", tmp_path / "demo", "--images", IMAGES, "--latency-ms", 2, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(done.stdout)
     first, second = document["fastload"]["epoch_1"], document["fastload"]["epoch_2"]
-    assert (first["images"], second["images"]) == (96, 96)
-    assert (first["gets"], second["gets"]) == (96, 0)
-    assert document["torch_s3fs"]["images"] == document["torch_s3fs"]["gets"] == 96
+    assert (first["images"], second["images"]) == (IMAGES, IMAGES)
+    assert (first["gets"], second["gets"]) == (IMAGES, 0)
+    assert document["torch_s3fs"]["images"] == document["torch_s3fs"]["gets"] == IMAGES
     assert document["ratio"]["epoch_2"] > 1
     assert document["needed"] == {"8xP100": 1500, "8xV100": 3100}
     assert first["megabytes_per_second"] > 0 and first["verdict"] and first["counters"]
     assert {"date", "machine", "versions", "settings"} <= set(document)
 
     for heading in ("torch + s3fs", "1,500", "3,100", "GETs seen", "slowest stage"):
-        assert heading in err
+        assert heading in done.stderr
     chart = Path(document["chart"])
     with Image.open(chart) as image:
         assert image.size[0] > 1000
@@ -374,9 +381,9 @@ def test_demo_deletes_no_files_of_others(tmp_path: Path) -> None:
 
 
 def test_demo_after_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
-    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 300, "--json"]
+    words = ["demo", "--dir", tmp_path / "demo", "--images", IMAGES, "--latency-ms", 300, "--json"]
     with start(*words) as process:
-        everyone = wait_until(lambda: measuring(process), "it measures")
+        everyone = once_measuring(process, tmp_path / "demo")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
         out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (130, "") and "Traceback" not in err
@@ -385,8 +392,8 @@ def test_demo_after_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
-    with start("demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 80) as process:
-        everyone = wait_until(lambda: measuring(process), "it measures")
+    with start("demo", "--dir", tmp_path / "demo", "--images", IMAGES, "--latency-ms", 80) as process:
+        everyone = once_measuring(process, tmp_path / "demo")
         left = servers(process)
         process.kill()
         try:
