@@ -1,4 +1,4 @@
-"""`python -m fastload`, forked from a process that has torch. Each fork imports this module, and little else."""
+"""`python -m fastload`, forked from a process that has torch. Each fork imports this and little else."""
 
 from __future__ import annotations
 
