@@ -104,7 +104,7 @@ def forked(*arguments: object, cwd: Path | None = None, **variables: str) -> tup
 @pytest.fixture
 def runs_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `fastload try`. That they are started by Python: `test_same_order_and_labels`."""
-    monkeypatch.setattr(trial.subprocess, "Popen", Forked)
+    monkeypatch.setattr(subprocess, "Popen", Forked)
 
 
 forks = pytest.mark.usefixtures("runs_are_forked")
