@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from fastload.cli import trial
 from fastload.cli.demo.photos import make_dataset
 from tests.commands import command
+from tests.forked import Forked
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
@@ -47,7 +49,7 @@ if __name__ == "__main__":
     loader = DataLoader(Photos(sys.argv[1]), batch_size=4, shuffle=True, num_workers=2)
     for epoch in range(int(sys.argv[2])):
         for images, labels in loader:
-            time.sleep(0.001)
+            time.sleep(float(sys.argv[3]))
 """
 
 
@@ -88,6 +90,24 @@ def fastload(
         timeout=PATIENCE,
         check=False,
     )
+
+
+def forked(*arguments: object, cwd: Path | None = None, **variables: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `python -m fastload ARGUMENTS`, forked."""
+    folder = Path(tempfile.mkdtemp())
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        words = [sys.executable, "-m", "fastload", *map(str, arguments)]
+        code = Forked(words, env={**os.environ, **variables}, stdout=out, stderr=err, cwd=cwd).wait(PATIENCE)
+    return code, Path(out.name).read_text(), Path(err.name).read_text()
+
+
+@pytest.fixture
+def runs_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `fastload try`. That they are started by Python: `test_same_order_and_labels`."""
+    monkeypatch.setattr(subprocess, "Popen", Forked)
+
+
+forks = pytest.mark.usefixtures("runs_are_forked")
 
 
 def tried(*arguments: object, seconds: int = 600) -> tuple[int, dict[str, Any]]:
@@ -135,10 +155,16 @@ print(DataLoader.__module__, [batch.tolist() for batch in loader])
 """
 
 
-@pytest.mark.parametrize(("off", "module"), [("", OURS), ("1", "torch.utils.data.dataloader")])
-def test_every_name_of_the_loader_is_replaced(write: Any, off: str, module: str) -> None:
-    done = fastload(write(NAMES), FASTLOAD_OFF=off)
-    assert done.stdout == f"{module} [[1, 2], [3]]\n", done.stderr
+def test_every_name_of_the_loader_is_replaced(write: Any) -> None:
+    done = fastload(write(NAMES))
+    assert done.stdout == f"{OURS} [[1, 2], [3]]\n", done.stderr
+
+
+def test_no_name_of_the_loader_is_replaced_where_that_is_off(write: Any) -> None:
+    script = write(NAMES.replace('assert "torch" not in sys.modules', ""))
+    code, out, err = forked(script, FASTLOAD_OFF="1")
+    assert out == "torch.utils.data.dataloader [[1, 2], [3]]\n", err
+    assert code == 0
 
 
 PROCESSES = """
@@ -148,19 +174,20 @@ import sys
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-class Numbers(Dataset):
+class Seen(Dataset):  # what a worker sees
     def __len__(self):
-        return 8
+        return 2
 
     def __getitem__(self, index):
-        return torch.tensor(index)
+        return index, DataLoader.__module__, __name__, sys.argv[1:]
 
 class Square:
     def __init__(self, number):
         self.number = number
 
 def child(queue, square, more):
-    queue.put((DataLoader.__module__, square.number ** 2, __name__, sys.argv[1:]))
+    batches = [batch.tolist() for batch in DataLoader(range(4), 2)]
+    queue.put((os.getpid(), DataLoader.__module__, square.number ** 2, __name__, sys.argv[1:], batches))
     if more:  # and a child of the child
         inner = mp.get_context("spawn").Process(target=child, args=(queue, Square(5), False))
         inner.start()
@@ -168,32 +195,43 @@ def child(queue, square, more):
 
 print("begins", __name__, os.getpid(), flush=True)
 if __name__ == "__main__":
+    mp.set_forkserver_preload(["torch"])
     for method in ("fork", "spawn", "forkserver"):
-        loader = DataLoader(Numbers(), 4, num_workers=1, multiprocessing_context=method)
-        print(method, type(loader).__module__, [batch.tolist() for batch in loader], flush=True)
-    for method, more in (("spawn", True), ("forkserver", False)):
-        context = mp.get_context(method)
-        queue = context.SimpleQueue()
-        process = context.Process(target=child, args=(queue, Square(3), more))
-        process.start()
-        print(method, *[queue.get() for _ in range(1 + more)], flush=True)
-        process.join()
-        assert process.exitcode == 0
+        loader = DataLoader(Seen(), 2, num_workers=1, collate_fn=list, multiprocessing_context=method)
+        print(method, type(loader).__module__, *loader, flush=True)
+    context = mp.get_context("forkserver")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue, Square(3), True))
+    process.start()
+    print(*[queue.get() for _ in range(2)], sep="\\n", flush=True)
+    process.join()
+    assert process.exitcode == 0
 """
 
 
-def test_workers_and_processes_of_every_start_method_have_the_loader_too(write: Any) -> None:
-    """In one script, as each process that is spawned imports torch."""
-    done = fastload(write(PROCESSES), "a", "b")
-    lines = done.stdout.splitlines()
+def test_workers_and_processes_of_every_start_method_have_the_loader_too(write: Any, tmp_path: Path) -> None:
+    """In one script, as each process that is spawned imports torch. Measured, where that is asked."""
+    (tmp_path / "measured").mkdir()
+    _, out, err = forked(write(PROCESSES), "a", "b", FASTLOAD_TRY=str(tmp_path / "measured"))
+    lines = out.splitlines()
     begun = [line.split() for line in lines if line.startswith("begins ")]
-    assert begun[0][1] == "__main__", done.stderr
-    assert len(begun) >= 5 and {name for _, name, _ in begun[1:]} == {"__mp_main__"}
+    assert begun[0][1] == "__main__", err
+    assert len(begun) == 5 and {name for _, name, _ in begun[1:]} == {"__mp_main__"}, err
     assert len({pid for _, _, pid in begun}) == len(begun), "no process runs the script twice"
-    batches = [f"{method} {OURS} [[0, 1, 2, 3], [4, 5, 6, 7]]" for method in ("fork", "spawn", "forkserver")]
-    three, five = ((OURS, square, "__mp_main__", ["a", "b"]) for square in (9, 25))
-    wanted = [*batches, f"spawn {three} {five}", f"forkserver {three}"]
-    assert [line for line in lines if not line.startswith("begins ")] == wanted, done.stderr
+    *loaders, three, five = [line for line in lines if not line.startswith("begins ")]
+    wanted = []
+    for method in ("fork", "spawn", "forkserver"):
+        name = "__main__" if method == "fork" else "__mp_main__"
+        wanted.append(f"{method} {OURS} {[(index, OURS, name, ['a', 'b']) for index in range(2)]}")
+    assert loaders == wanted, err
+    pids = []
+    for line, square in ((three, 9), (five, 25)):
+        pid, *others = ast.literal_eval(line)
+        assert others == [OURS, square, "__mp_main__", ["a", "b"], [[0, 1], [2, 3]]], err
+        pids.append(pid)
+    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "measured").glob("*.json")}
+    batches = {pid: [loader["batches"] for loader in loaders] for pid, loaders in files.items() if loaders}
+    assert batches == {begun[0][2]: [3], str(pids[0]): [2], str(pids[1]): [2]}, "the file of each process"
 
 
 RANKS = """
@@ -203,7 +241,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 dist.init_process_group("gloo")
 loader = DataLoader(range(8), 2, sampler=DistributedSampler(range(8), shuffle=False))
-seen = [None, None]
+seen = [None] * dist.get_world_size()
 dist.all_gather_object(seen, (DataLoader.__module__, [batch.tolist() for batch in loader]))
 if dist.get_rank() == 0:
     print(*seen, flush=True)
@@ -214,14 +252,15 @@ os._exit(0)  # without gloo's teardown, which aborts now and then
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize(
-    "way",
+    ("ranks", "way"),
     [
-        ["-m", "fastload"],
-        pytest.param(["--no-python", sys.executable, "-m", "fastload"], marks=pytest.mark.stress),
+        (1, ["-m", "fastload"]),
+        pytest.param(2, ["-m", "fastload"], marks=pytest.mark.stress),
+        pytest.param(2, ["--no-python", sys.executable, "-m", "fastload"], marks=pytest.mark.stress),
     ],
 )
-def test_torchrun(write: Any, way: list[str]) -> None:
-    run = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
+def test_torchrun(write: Any, ranks: int, way: list[str]) -> None:
+    run = ["torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", "--local-addr=127.0.0.1"]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", *run, *way, write(RANKS)],
         capture_output=True,
@@ -229,18 +268,19 @@ def test_torchrun(write: Any, way: list[str]) -> None:
         timeout=PATIENCE,
         check=False,
     )
-    assert done.stdout == f"('{OURS}', [[0, 2], [4, 6]]) ('{OURS}', [[1, 3], [5, 7]])\n", done.stderr
+    seen = [[[0, 1], [2, 3], [4, 5], [6, 7]]] if ranks == 1 else [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+    assert done.stdout == " ".join(str((OURS, batches)) for batches in seen) + "\n", done.stderr
 
 
 def test_commands_are_commands(write: Any, tmp_path: Path) -> None:
     write("print('a script')", "prove")
     write("print('a script')", "train")
-    assert "Usage: fastload prove" in fastload("prove", "--help", cwd=tmp_path).stdout
-    assert fastload("train", cwd=tmp_path).stdout == "a script\n"
-    unknown, missing = fastload("trian", cwd=tmp_path), fastload("trian.py", cwd=tmp_path)
-    assert unknown.returncode == missing.returncode == 2
-    assert "No such command 'trian'" in unknown.stderr
-    assert missing.stderr == "fastload: 'trian.py' cannot be opened: No such file or directory\n"
+    assert "Usage: fastload prove" in forked("prove", "--help", cwd=tmp_path)[1]
+    assert forked("train", cwd=tmp_path)[:2] == (0, "a script\n")
+    code, _, unknown = forked("trian", cwd=tmp_path)
+    assert code == 2 and "No such command 'trian'" in unknown
+    missing = "fastload: 'trian.py' cannot be opened: No such file or directory\n"
+    assert forked("trian.py", cwd=tmp_path) == (2, "", missing)
 
 
 def test_errors_and_exit_codes_are_the_scripts(write: Any) -> None:
@@ -250,6 +290,7 @@ def test_errors_and_exit_codes_are_the_scripts(write: Any) -> None:
 
 
 ACCELERATE = """
+import warnings
 import torch
 from torch.utils.data import DataLoader
 
@@ -288,6 +329,7 @@ def prepare(loader):
     options = {name: getattr(loader, name) for name in names}
     return Adapter(loader.dataset, batch_sampler=loader.batch_sampler, **options)
 
+warnings.simplefilter("error", RuntimeWarning)
 prepared = prepare(DataLoader(range(6), 2, num_workers=1))
 assert isinstance(prepared, DataLoader)
 print(type(prepared.base_dataloader).__module__, [batch.tolist() for batch in prepared])
@@ -295,15 +337,15 @@ print(type(prepared.base_dataloader).__module__, [batch.tolist() for batch in pr
 
 
 def test_loaders_that_accelerate_makes_are_fastloads(write: Any) -> None:
-    done = fastload(write(ACCELERATE), PYTHONWARNINGS="error::RuntimeWarning")
-    assert done.stdout == f"{OURS} [[0, 1], [2, 3], [4, 5]]\n", done.stderr
+    _, out, err = forked(write(ACCELERATE))
+    assert out == f"{OURS} [[0, 1], [2, 3], [4, 5]]\n", err
 
 
 # --- fastload try
 
 
 def test_same_order_and_labels(write: Any, photos: Path) -> None:
-    code, report = tried(write(TRAIN), photos, 1000, seconds=2)
+    code, report = tried(write(TRAIN), photos, 1000, 0.05, seconds=2)
     assert code == 0, report
     (loader,) = report["loaders"]
     assert (loader["dataset"], loader["length"], loader["batch_size"], loader["num_workers"]) == (
@@ -327,9 +369,10 @@ def test_same_order_and_labels(write: Any, photos: Path) -> None:
     assert report["changes"][0] == "line 6: from fastload import DataLoader"
 
 
+@forks
 def test_report_in_words_of_a_script_that_fails_at_its_end_with_one_loader(write: Any, photos: Path) -> None:
     failing = "    assert not DataLoader.__module__.startswith('fastload'), 'too bad'\n"
-    done = command("try", write(TRAIN + failing), photos, 1)
+    done = command("try", write(TRAIN + failing), photos, 1, 0)
     assert done.exit_code == 1, done.output
     for words in (
         "samples/s",
@@ -359,19 +402,20 @@ def train(rank, root):
     unseeded.seed()
     for dataset, generator in ((Unseeded, unseeded), (Photos, None), (Relabelled, None)):
         loader = DataLoader(
-            dataset(root), 4, shuffle=True, num_workers=2, generator=generator, multiprocessing_context="fork"
+            dataset(root), 4, shuffle=True, num_workers=1, generator=generator, multiprocessing_context="fork"
         )
         for batch in loader:
             pass
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(train, (sys.argv[1],))
+    torch.multiprocessing.start_processes(train, (sys.argv[1],), start_method="fork")
 """
 )
 
 
+@forks
 def test_orders_and_labels_of_each_loader_are_compared(write: Any, photos: Path) -> None:
-    """Three loaders of one script, in a process that it spawns, as ranks are. Each run takes seconds."""
+    """Three loaders of one script, in a process that it starts, as ranks are."""
     code, report = tried(write(THREE_LOADERS), photos)
     unseeded, plain, relabelled = report["loaders"]
     assert code == 1, report
@@ -385,6 +429,7 @@ def test_orders_and_labels_of_each_loader_are_compared(write: Any, photos: Path)
     assert "the sequence of the labels differs from torch's" in relabelled["comparison"]
 
 
+@forks
 def test_script_without_a_loader(write: Any) -> None:
     code, report = tried(write("import torch\nprint('nothing')"), seconds=2)
     assert code == 2
@@ -429,6 +474,7 @@ for epoch in range(3):
 """
 
 
+@forks
 def test_framework_with_a_loader_of_its_own(write: Any) -> None:
     write(FRAMEWORK, "framework.py")
     code, report = tried(write("import framework\n"))
@@ -439,6 +485,7 @@ def test_framework_with_a_loader_of_its_own(write: Any) -> None:
     assert "python -m fastload train.py" in report["changes"][0]
 
 
+@forks
 @pytest.mark.parametrize(
     ("handler", "patience", "ended"),
     [

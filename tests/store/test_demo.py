@@ -35,7 +35,8 @@ from fastload.cli.demo.delay_proxy import RequestReader
 from fastload.cli.demo.photos import make_dataset, make_photo
 from fastload.cli.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
-from tests.commands import ROOT, command, start
+from tests.commands import ROOT, command
+from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
 
 # --- photos
@@ -295,10 +296,12 @@ def test_server_that_cannot_start_raises_with_its_output(
         pass
 
 
-# --- the command, as a real process
+# --- the command; as a real process, where that is interrupted or killed
+
+IMAGES = 66  # a batch for each of two workers
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def family(process: Forked) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -312,7 +315,7 @@ def described(process: psutil.Process) -> str:
         return ""
 
 
-def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def servers(process: Forked) -> list[psutil.Process]:
     """rclone and the proxy of a demo, once both run."""
     found = [child for child in family(process) if _is_server(described(child))]
     return found if len(found) == 2 else []
@@ -322,12 +325,19 @@ def _is_server(words: str) -> bool:
     return words.startswith(str(find_rclone())) or ("_proxy.py" in words and "os.execv" not in words)
 
 
-def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def measuring(process: Forked) -> list[psutil.Process]:
     """All processes of a demo, once its workers read from the server."""
     found = family(process)
     started = servers(process)
     workers = [child for child in found if child not in started]
     return found if started and len(workers) >= 2 and all(map(_is_connected, workers)) else []
+
+
+def once_measuring(process: Forked, directory: Path) -> list[psutil.Process]:
+    """The same. A look at the processes is dear: the first one comes once all photos are made."""
+    photos = directory / "data" / "s3" / f"photos-{IMAGES}"
+    wait_until(lambda: len([*photos.glob("*/*.jpg")]) == IMAGES, "its photos are made")
+    return wait_until(lambda: measuring(process), "it measures")
 
 
 def _is_connected(process: psutil.Process) -> bool:
@@ -342,22 +352,20 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
-    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 2, "--json"]
-    with start(*words) as process:
-        out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    document = json.loads(out)
+    done = command("demo", "--dir", tmp_path / "demo", "--images", IMAGES, "--latency-ms", 2, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(done.stdout)
     first, second = document["fastload"]["epoch_1"], document["fastload"]["epoch_2"]
-    assert (first["images"], second["images"]) == (96, 96)
-    assert (first["gets"], second["gets"]) == (96, 0)
-    assert document["torch_s3fs"]["images"] == document["torch_s3fs"]["gets"] == 96
+    assert (first["images"], second["images"]) == (IMAGES, IMAGES)
+    assert (first["gets"], second["gets"]) == (IMAGES, 0)
+    assert document["torch_s3fs"]["images"] == document["torch_s3fs"]["gets"] == IMAGES
     assert document["ratio"]["epoch_2"] > 1
     assert document["needed"] == {"8xP100": 1500, "8xV100": 3100}
     assert first["megabytes_per_second"] > 0 and first["verdict"] and first["counters"]
     assert {"date", "machine", "versions", "settings"} <= set(document)
 
     for heading in ("torch + s3fs", "1,500", "3,100", "GETs seen", "slowest stage"):
-        assert heading in err
+        assert heading in done.stderr
     chart = Path(document["chart"])
     with Image.open(chart) as image:
         assert image.size[0] > 1000
@@ -373,22 +381,36 @@ def test_demo_deletes_no_files_of_others(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "precious").exists()
 
 
+@contextmanager
+def demo(directory: Path, latency_ms: int) -> Iterator[Forked]:
+    """The command in a process and a session of its own, which is killed if it outlives the block."""
+    words = ["demo", "--dir", directory, "--images", IMAGES, "--latency-ms", latency_ms, "--json"]
+    with (directory.parent / "out").open("w") as out, (directory.parent / "err").open("w") as err:
+        command = [sys.executable, "-m", "fastload", *map(str, words)]
+        process = Forked(command, env=os.environ, stdout=out, stderr=err)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(PATIENCE)
+
+
 def test_demo_after_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
-    words = ["demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 300, "--json"]
-    with start(*words) as process:
-        everyone = wait_until(lambda: measuring(process), "it measures")
+    with demo(tmp_path / "demo", 300) as process:
+        everyone = once_measuring(process, tmp_path / "demo")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
-        out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (130, "") and "Traceback" not in err
+        assert process.wait(PATIENCE) == 130
+    assert (tmp_path / "out").read_text() == "" and "Traceback" not in (tmp_path / "err").read_text()
     wait_until(lambda: all_gone(everyone), "all processes have ended")
     assert not (tmp_path / "demo" / "data").exists()
 
 
 def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
-    with start("demo", "--dir", tmp_path / "demo", "--images", 96, "--latency-ms", 80) as process:
-        everyone = wait_until(lambda: measuring(process), "it measures")
+    with demo(tmp_path / "demo", 80) as process:
+        everyone = once_measuring(process, tmp_path / "demo")
         left = servers(process)
-        process.kill()
+        os.kill(process.pid, signal.SIGKILL)
         try:
             wait_until(lambda: all_gone(left), "server and proxy have ended")
         finally:
@@ -396,6 +418,7 @@ def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
             for worker in everyone:
                 with suppress(psutil.NoSuchProcess):
                     worker.kill()
+            process.wait(PATIENCE)
 
 
 PARENT = """
