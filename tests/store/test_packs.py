@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -503,6 +504,8 @@ def start(bucket: Bucket) -> Iterator[Start]:
 
     yield begin
     for process in started:
+        process.kill()  # a test that failed leaves some
+        process.join()
         process.close()
 
 
@@ -566,7 +569,12 @@ def test_commands_without_a_cache_or_packs_say_so(bucket: Bucket, tmp_path: Path
 
 
 def written(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*")) if folder.is_dir() else 0
+    """Bytes of the files in a folder; the server renames those that it has received."""
+    sizes = 0
+    for file in folder.glob("*") if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            sizes += file.stat().st_size
+    return sizes
 
 
 @pytest.mark.parametrize("victim", ["push", "pull"])
