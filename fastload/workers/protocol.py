@@ -202,13 +202,22 @@ class Result(NamedTuple):
 
 
 class Channel:
-    """One end of the pair. `send` never blocks: an outbox keeps messages that do not fit the socket yet."""
+    """One end of the pair. `send` never blocks: an outbox keeps messages that do not fit the socket yet.
+
+    `close()` closes it, as does the end of its last reference.
+    """
 
     _trainer_ends: ClassVar[weakref.WeakSet[Channel]] = weakref.WeakSet()
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
+        # Not left to the loader's `__del__` alone: a socket that is collected before it would warn.
+        self.close = weakref.finalize(self, _close, sock, self._outbox)
+        self.close.atexit = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channel, (self._socket,)
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -288,12 +297,13 @@ class Channel:
                 return pickle.load(spill), received
         return pickle.loads(memoryview(data)[1:]), received
 
-    def close(self) -> None:
-        """Close this end and every descriptor that was not sent. The peer reads an end-of-file."""
-        self._socket.close()
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
+
+def _close(sock: socket.socket, outbox: deque[tuple[bytes, list[int]]]) -> None:
+    """Close an end and every descriptor that was not sent. The peer reads an end-of-file."""
+    sock.close()
+    while outbox:
+        for fd in outbox.popleft()[1]:
+            os.close(fd)
 
 
 def _close_trainer_ends() -> None:

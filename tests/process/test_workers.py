@@ -280,6 +280,16 @@ def test_death_with_guards_removed_is_not_reported(
             list(DataLoader(Numbers(8, At(3, "kill")), num_workers=2, timeout=2))
 
 
+def test_sockets_that_are_collected_before_their_loader_are_closed_without_a_warning(no_leaks: None) -> None:
+    """As where an error's traceback holds the loader: garbage in a circle ends in any order."""
+    from fastload.workers.protocol import Channel
+
+    ends = list(Channel.pair())
+    ends[0].__dict__["circle"] = ends
+    del ends
+    gc.collect()
+
+
 def test_timeout_names_the_samples(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(str(number))
