@@ -189,6 +189,14 @@ def test_shards_by_index_are_one_run_for_any_number_of_workers(
         assert all(sorted(flat(epoch)) == list(range(COUNT)) for epoch in epochs)
         runs.append((contents(epochs), loader.digest()))
     assert runs[0] == runs[1] and runs[0][1] != bytes(32)
+    loader = at_random(kind.make(written(kind)), 2)
+    batches = iter(loader)
+    begun = [next(batches), next(batches)]
+    state = through_json(loader.state_dict())
+    del batches
+    loader = at_random(kind.make(written(kind)), 1)
+    loader.load_state_dict(state)
+    assert contents([begun + list(loader), list(loader)]) == runs[0][0], "resumed with other workers"
 
 
 @of(SHARDED)
