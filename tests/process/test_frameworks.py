@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastload import DataLoader, DistributedSampler
+from tests.commands import run_scripts
 from tests.kinds import photo
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE
@@ -208,21 +209,7 @@ if __name__ == "__main__":
 """
 
 
-EACH = """
-import os, runpy, sys
-import torch.utils.data
-
-for script in sys.argv[2:]:
-    if os.fork() == 0:
-        os.dup2(os.open(f"{script}.err", os.O_WRONLY | os.O_CREAT), 2)
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()
-    assert os.wait()[1] == 0, open(f"{script}.err").read()
-"""
-
-
 def test_warning_where_trainer_got_a_dataset_alone(tmp_path: Path) -> None:
-    """Each script runs in a process of its own, forked from one that has torch and nothing of fastload."""
     for number in range(4):
         path = tmp_path / "photos" / "cat" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,12 +222,7 @@ def test_warning_where_trainer_got_a_dataset_alone(tmp_path: Path) -> None:
     scripts = [tmp_path / f"train{number}.py" for number in range(len(cases))]
     for script, (names, workers) in zip(scripts, cases, strict=True):
         script.write_text(TRAINER.format(names=names, workers=workers))
-    subprocess.run(
-        [sys.executable, "-c", EACH, tmp_path / "photos", *scripts],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=PATIENCE,
-        check=True,
-    )
+    done = run_scripts(tmp_path, *(([script, tmp_path / "photos"], {}) for script in scripts))
+    assert [one.returncode for one in done] == [0] * len(cases), done
     sentence = "Trainer reads this ImageFolder through a torch.utils.data.DataLoader"
-    told = [Path(f"{script}.err").read_text().count(sentence) for script in scripts]
-    assert told == list(cases.values())
+    assert [one.stderr.count(sentence) for one in done] == list(cases.values())

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tests.resnet50
+from tests.commands import run_scripts
 from tests.patience import PATIENCE, wait_until
 from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 
@@ -362,32 +363,6 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
     assert last["accuracy"] <= last["top-5"] <= 1 and 0.1 < last["confidence"] < 1
 
 
-IN_TURN = """
-import json, os, runpy, sys
-
-for arguments, variables in json.loads(sys.argv[1]):
-    os.environ.update(variables)
-    sys.argv = arguments
-    code = 0
-    try:
-        runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as end:
-        code = end.code
-        if isinstance(code, str):
-            sys.exit(code)
-    print("ended with", code or 0, flush=True)
-"""
-
-
-def in_turn(*runs: tuple[list[Any], dict[str, str]]) -> subprocess.CompletedProcess[str]:
-    """Run scripts, each as (arguments, environment), in one process: an import of torch takes 3 s."""
-    words = json.dumps([[[str(word) for word in arguments], variables] for arguments, variables in runs])
-    paths = f"{Path(runs[0][0][0]).parent}:{RESNET50.parents[1]}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", IN_TURN, words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-
-
 FILES = ["train.py", "step.py", "model.py", "optim.py", "ranks.py", "options.py"]
 
 
@@ -404,13 +379,15 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     options += ["--num-workers", "1"]
     runs = [("all", "--out", tmp_path / "out"), ("some", "--init-from", tmp_path / "out" / "checkpoint.pt")]
     runs += [("all", "--simulate-gpu-rate", "100")]
-    done = in_turn(*(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs))
-    ends = [line for line in done.stdout.splitlines() if line.startswith("ended with")]
-    assert ends == ["ended with 0", "ended with 0", "ended with 2"], done.stderr
+    alone, finetuned, simulated = run_scripts(
+        tmp_path, *(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs)
+    )
+    assert [alone.returncode, finetuned.returncode] == [0, 0], alone.stderr + finetuned.stderr
     [line] = epochs_of(tmp_path)
     assert line["FPS"] > 0 and 0 <= line["accuracy"] <= line["top-5"] <= 1 and "utilisation" not in line
-    assert "new: classifier.weight (3, 64), classifier.bias (3,)" in done.stdout.split("ended with 0")[1]
-    assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in done.stderr
+    assert "new: classifier.weight (3, 64), classifier.bias (3,)" in finetuned.stdout
+    assert simulated.returncode == 2
+    assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in simulated.stderr
 
 
 def test_the_page_to_start_from(tmp_path: Path) -> None:
@@ -418,7 +395,8 @@ def test_the_page_to_start_from(tmp_path: Path) -> None:
     make_pictures(tmp_path / "train", 64, 0)
     script = [RESNET50.parent / "train.py", tmp_path / "train", "--epochs", "1"]
     script += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", tmp_path / "run.pt"]
-    done = in_turn((script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
-    assert done.stdout.count("ended with 0") == 1 and done.returncode == 1, done.stderr
+    alone, ranked = run_scripts(tmp_path, (script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
+    assert alone.returncode == 0, alone.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
-    assert "one of several ranks: start them with torchrun" in done.stderr
+    assert ranked.returncode == 1
+    assert "one of several ranks: start them with torchrun" in ranked.stderr
