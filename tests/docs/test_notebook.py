@@ -36,7 +36,7 @@ def test_the_notebook_has_the_form_of_version_4() -> None:
         assert not cell.get("outputs"), "outputs are of one machine: clear them"
 
 
-@pytest.mark.parametrize("url", ["shapes", "s3://bucket/shapes"])
+@pytest.mark.parametrize("url", ["shapes", pytest.param("s3://bucket/shapes", marks=pytest.mark.stress)])
 def test_the_cells_run(url: str, run: Callable[[Path], None], tmp_path: Path) -> None:
     page = tmp_path / "notebook.md"
     cells = [cell.replace('url = "shapes"', f'url = "{url}"') for cell in source("code")]

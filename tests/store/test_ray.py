@@ -114,6 +114,7 @@ def test_task_runs_on_its_node(nodes: Simulation) -> None:
         }
 
 
+@pytest.mark.stress
 def test_slices_that_wait_for_cpus_are_named(nodes: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "WAIT_SECONDS", 0.5)
     with cluster.Cluster(nodes.address) as found:
@@ -155,6 +156,7 @@ def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path
     assert all(dataset.contains(index) for index in range(PHOTOS)), "all are in the cache"
 
 
+@pytest.mark.stress  # on one machine: test_warm.py
 def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
     nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +230,7 @@ def test_convert_writes_the_shards_of_one_machine_and_shows_no_secret(
     assert (code, document["kept"]) == (0, document["shards"]), "one machine goes on where the cluster was"
 
 
-@pytest.mark.stress  # in short: test_ctrl_c_ends_the_slices_and_the_same_command_resumes
+@pytest.mark.stress  # on one machine: test_convert.py
 def test_convert_goes_on_after_ctrl_c(
     nodes: Simulation, bucket: Bucket, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
