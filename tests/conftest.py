@@ -10,8 +10,6 @@ test_ in their names are support for these.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -33,6 +31,7 @@ from fastload.workers.processes import PRELOADED
 from tests.bucketdata import bucket  # noqa: F401 - a fixture
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
+from tests.settle import settle
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,50 +42,25 @@ with suppress(ImportError):  # tests/gpu does without it
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 # One fork server serves all tests of a process. A loader says so too late where another test has started it.
-multiprocessing.set_forkserver_preload([*PRELOADED, "torch._dynamo", "tests.resnet50", "pytest"])
+multiprocessing.set_forkserver_preload(
+    [*PRELOADED, "torch._dynamo", "tests.resnet50", "pytest", "tests.docs.pages", "tests.settled"]
+)
 
 # What a test did not close ends soon, as leak checks wait for it: reader threads, and the client's process.
 threads.IDLE_SECONDS = 0.1
 client_process.IDLE_SECONDS = 1.0
 _FAILED = pytest.StashKey[bool]()
-_HUGE = 2 << 20  # bytes of a huge page
-_MADV_COLLAPSE = 25
 
 
 def pytest_collection_finish() -> None:
-    _settle()
+    settle()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def settled() -> Iterator[None]:
     """Settle what the tests of a module left, too: of those of the docs, 0.5 s a garbage collection."""
     yield
-    _settle()
-
-
-def _settle() -> None:
-    """Make garbage collection and forks cheap for a process that has imported all test modules.
-
-    With torch, one garbage collection takes 0.1 to 0.4 s: what is there now is exempt from it. A fork copies
-    the page table: 50 ms of CPU for 420 MiB in small pages, 12 ms in huge ones.
-    """
-    gc.collect()
-    gc.freeze()
-    _use_huge_pages()
-
-
-def _use_huge_pages() -> None:
-    """Collapse the heap into huge pages, where Linux can (6.1 or later): else all stays as it is."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return
-    madvise = ctypes.CDLL(None).madvise
-    for line in maps.read_text().splitlines():
-        addresses, access, *_, path = [*line.split(maxsplit=5), ""][:6]
-        if access == "rw-p" and path in ("", "[heap]"):
-            start, end = (int(address, 16) // _HUGE for address in addresses.split("-"))
-            for page in range(start + 1, end):
-                madvise(ctypes.c_void_p(page * _HUGE), ctypes.c_size_t(_HUGE), _MADV_COLLAPSE)
+    settle()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""`python -m fastload`, forked from a process that has torch. Each fork imports this and little else."""
+"""Programs forked from a process that has torch and the command line: they import little else."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import fastload.cli.app  # noqa: F401 - its forks have it
 from fastload.cli import main
+from fastload.distributed import launcher
 
 
 class Forked:
@@ -47,18 +49,25 @@ class Forked:
 
 
 def _run_main(words: list[str], env: dict[str, str], streams: tuple[str, str], cwd: Path | None) -> None:
-    """What a forked process does: all as in one that Python starts, but for torch, which it has."""
     os.setsid()
     for descriptor, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    run_program(main, words, env, cwd)
+
+
+def run_program(
+    program: Callable[[], object], words: list[str], env: Mapping[str, str], cwd: Path | None
+) -> None:
+    """What a forked process does: all as in one that Python starts, but for the modules that it has."""
     os.environ.clear()
     os.environ.update(env)
     if cwd is not None:
         os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
+    launcher._forked = False  # it has no connection of the process that it is a fork of
     sys.argv = words
     try:
-        main()
+        program()
     finally:
         atexit._run_exitfuncs()

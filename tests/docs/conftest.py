@@ -122,6 +122,7 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     folder = tmp_path / "page"
     (folder / "ssd").mkdir(parents=True)
     (folder / "home").mkdir()
+    (folder / "bin").mkdir()
     for part in ("train", "val"):
         shutil.copytree(bucket / part, folder / "data" / part)
     (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))

@@ -27,7 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RUN = ("python", "bash", "console")
+from tests.docs import shims
+
+SHELL = ("bash", "console")
+RUN = ("python", *SHELL)
 SHOWN = ("text", "json", "mermaid")  # output, not code
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[\w-]*)[^\n]*$")
 DIRECTIVE = re.compile(r"^ *(?P<fence>```+)\{(?P<name>[\w-]+)\}")  # of Sphinx: what is in it is searched too
@@ -111,11 +114,15 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
     multiprocessing.set_start_method("fork", force=True)  # as in a script: this process has the fork server's
     os.environ.clear()
     os.environ.update(environment)
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.environ["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.environ["PYTHON_EXEC"] = "python"  # of the ranks of torchrun
     os.chdir(folder)
+    found = blocks(page)
+    if any(block.language in SHELL for block in found):
+        shims.install(folder / "bin")
     sys.path.insert(0, str(folder))
     namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__", "PAGE": str(page)}
-    for block in blocks(page):
+    for block in found:
         if block.reason or not (block.file or block.language in RUN):
             continue
         code = re.sub(r"(?<![\w/.:])/(ssd|data)(?=[/\"'\s])", lambda m: f"{folder}/{m[1]}", block.code)
