@@ -1,6 +1,6 @@
 """Growth of the data set: the start with more objects, and the rate with larger ones.
 
-    python -m bench growth [--quick | --objects N] [--json]
+    python -m bench growth [--quick | --objects N] [--json] [--save]
 
 Objects: the time from the start of a process to its first batch, with a thousand to ten million objects
 behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
@@ -48,12 +48,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
     parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         return run_until_first_batch(SimpleNamespace(**json.loads(given.start)))
     # Not above: the processes whose start is measured import this module too.
-    from bench.measure.record import QUICK, Scale
+    from bench.data import write_result
+    from bench.measure.record import QUICK, Scale, commit
+    from fastload.cli.report import describe_machine
 
     scale = QUICK if given.quick else Scale()
     repeats, counts, byte_counts = scale.repeats, scale.objects, scale.object_bytes
@@ -61,6 +64,8 @@ def main() -> None:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
     show(found, to_stderr=given.json)
+    if given.save:
+        write_result({"bench": "growth", "commit": commit(), **describe_machine(), **found})
     if given.json:
         print(json.dumps(found))
 

@@ -469,12 +469,13 @@ def test_a_short_fuzz_run_finds_nothing(program: str, fuzz: Any) -> None:
                 ("* 8 + (-unread & 7)", "* 8 + (unread & 7)", "with an index of rows"),
             ]
         ),
-        (
+        pytest.param(
             "segment.h",
             "height * width * 3 + behind != size",
             "height * width * 3 + behind < size",
             "AddressSan",
             "pool",
+            marks=pytest.mark.stress,
         ),
         (
             "pool.h",
