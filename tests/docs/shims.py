@@ -35,7 +35,8 @@ for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM:
     signal.signal(number, lambda number, _: os.kill(command, number))
 code = int(server.recv(99))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
