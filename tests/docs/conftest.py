@@ -115,43 +115,75 @@ def photo(number: int) -> bytes:
     return pillow_jpeg(scene(320, 260, number % 4), quality=80)
 
 
+class Store:
+    """A copy of the bucket, a server and a proxy for it: new ones for a page where one before it wrote."""
+
+    def __init__(self, original: Path, folder: Path) -> None:
+        self._original, self._folder = original, folder
+        self._opened = contextlib.ExitStack()
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._variables: dict[str, str] = {}
+
+    def variables(self) -> dict[str, str]:
+        """Those of the environment by which a page finds it."""
+        if not self._variables or self._files() != self._copied:
+            self.close()
+            shutil.copytree(self._original, self._folder / "bucket")
+            self._copied = self._files()
+            server = self._opened.enter_context(serve_s3(self._folder, read_only=False))
+            proxy = self._opened.enter_context(delay_proxy(server.endpoint_url, 0.0))
+            self._variables = {
+                "AWS_ENDPOINT_URL": proxy.url,
+                "AWS_ACCESS_KEY_ID": server.key,
+                "AWS_SECRET_ACCESS_KEY": server.secret,
+                "AWS_REGION": "us-east-1",
+            }
+        return self._variables
+
+    def close(self) -> None:
+        self._opened.close()
+        shutil.rmtree(self._folder)
+        self._folder.mkdir()
+
+    def _files(self) -> dict[Path, tuple[int, int]]:
+        found = {path: path.stat() for path in self._folder.rglob("*")}
+        return {path: (state.st_mtime_ns, state.st_size) for path, state in found.items()}
+
+
+@pytest.fixture(scope="session")
+def store(bucket: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    opened = Store(bucket, tmp_path_factory.mktemp("served"))
+    yield opened
+    opened.close()
+
+
 @pytest.fixture
-def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Runs the code of a page against a server of its own, so that pages may write to the bucket."""
-    shutil.copytree(bucket.parent, tmp_path / "s3")
+def run(bucket: Path, store: Store, tmp_path: Path) -> Callable[[Path], None]:
+    """Runs the code of a page, which may write to the bucket."""
     folder = tmp_path / "page"
-    (folder / "ssd").mkdir(parents=True)
-    (folder / "home").mkdir()
-    (folder / "bin").mkdir()
+    for name in ("ssd", "home", "bin"):
+        (folder / name).mkdir(parents=True)
     for part in ("train", "val"):
         shutil.copytree(bucket / part, folder / "data" / part)
     (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))
-    with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
-        # All of it: the fork server has the one of the test that started it.
-        environment = dict(os.environ) | {
-            "AWS_ENDPOINT_URL": proxy.url,
-            "AWS_ACCESS_KEY_ID": server.key,
-            "AWS_SECRET_ACCESS_KEY": server.secret,
-            "AWS_REGION": "us-east-1",
-            "HOME": str(folder / "home"),
-            "COLUMNS": "120",
-        }
+    # All of it: the fork server has the one of the test that started it.
+    environment = dict(os.environ) | store.variables() | {"HOME": str(folder / "home"), "COLUMNS": "120"}
 
-        def run_in_process(page: Path) -> None:
-            output = tmp_path / "output.txt"
-            process = multiprocessing.get_context("forkserver").Process(
-                target=run_page, args=(page, folder, environment, output)
-            )
-            process.start()
-            assert process.pid is not None
-            try:
-                process.join(SECONDS)
-                ended = not process.is_alive()
-            finally:
-                with contextlib.suppress(ProcessLookupError):  # what it started may outlive it
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.join()
-            assert ended, f"{page} did not end in {SECONDS:.0f} s:\n{output.read_text()}"
-            assert process.exitcode == 0, output.read_text()
+    def run_in_process(page: Path) -> None:
+        output = tmp_path / "output.txt"
+        process = multiprocessing.get_context("forkserver").Process(
+            target=run_page, args=(page, folder, environment, output)
+        )
+        process.start()
+        assert process.pid is not None
+        try:
+            process.join(SECONDS)
+            ended = not process.is_alive()
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it started may outlive it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        assert ended, f"{page} did not end in {SECONDS:.0f} s:\n{output.read_text()}"
+        assert process.exitcode == 0, output.read_text()
 
-        yield run_in_process
+    return run_in_process

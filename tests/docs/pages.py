@@ -118,8 +118,9 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
     os.environ["PYTHON_EXEC"] = "python"  # of the ranks of torchrun
     os.chdir(folder)
     found = blocks(page)
-    if any(block.language in SHELL for block in found):
+    if any(block.language in SHELL or "sys.executable" in block.code for block in found):
         shims.install(folder / "bin")
+        sys.executable = str(folder / "bin" / "python")
     sys.path.insert(0, str(folder))
     namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__", "PAGE": str(page)}
     for block in found:

@@ -2,8 +2,7 @@
 
 `install` forks such a process, the server, and puts shims in a folder: `fastload`, `python` and `torchrun`. A
 shim is a small program. It hands its words, environment, folder and streams to the server, which forks the
-command; it passes signals on, and ends as the command does. Where SIGKILL ends a shim, its command lives on
-until the page ends.
+command; it passes signals on, and ends as the command does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ for number in signal.SIGHUP, signal.SIGINT, signal.SIGTERM:
     signal.signal(number, lambda number, _: os.kill(command, number))
 code = int(server.recv(99))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -60,23 +60,30 @@ def _serve(listener: socket.socket) -> None:
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                shim = listener.accept()[0]
-                told, streams, *_ = socket.recv_fds(shim, 1 << 20, 3)
-                command = multiprocessing.Process(target=_run, args=(streams, *json.loads(told)))
-                command.start()
-                for stream in streams:
-                    os.close(stream)
+        key, _ = selector.select()[0]
+        if key.fileobj is listener:
+            shim = listener.accept()[0]
+            told, streams, *_ = socket.recv_fds(shim, 1 << 20, 3)
+            command = multiprocessing.Process(target=_run, args=(streams, *json.loads(told)))
+            command.start()
+            for stream in streams:
+                os.close(stream)
+            with contextlib.suppress(BrokenPipeError):
                 shim.send(b"%d" % command.pid)
-                selector.register(os.pidfd_open(command.pid), selectors.EVENT_READ, (command, shim))
-            else:
-                command, shim = key.data
-                selector.unregister(key.fileobj)
-                os.close(key.fd)
-                command.join()
+            selector.register(shim, selectors.EVENT_READ, command)
+            selector.register(os.pidfd_open(command.pid), selectors.EVENT_READ, (command, shim))
+        elif isinstance(key.fileobj, socket.socket):  # SIGKILL ended the shim
+            selector.unregister(key.fileobj)
+            key.data.kill()
+        else:
+            command, shim = key.data
+            command.join()
+            with contextlib.suppress(KeyError, BrokenPipeError):  # the shim has ended
+                selector.unregister(shim)
                 shim.send(b"%d" % command.exitcode)
-                shim.close()
+            shim.close()
+            selector.unregister(key.fileobj)
+            os.close(key.fd)
 
 
 def _run(
