@@ -232,6 +232,8 @@ def show(found: dict[str, list[dict[str, Any]]], *, to_stderr: bool) -> None:
         memory = f"{row['pss_bytes'] / 1e6:,.0f}"
         table.add_row(f"{row['objects']:,}", row["contender"], first, again, memory, kept)
     console.print(table)
+    if not found["sizes"]:
+        return
     table = Table("object, KiB", "", "MB/s", "lowest", "highest")
     for row in found["sizes"]:
         made = [rate / 1e6 for rate in row["bytes_per_second"]]
