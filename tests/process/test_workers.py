@@ -365,8 +365,9 @@ def test_ctrl_c(times: int) -> None:
     _, err = trainer.communicate(timeout=PATIENCE)
     assert trainer.returncode == -signal.SIGINT
     # The second Ctrl-C may find the trainer ending its workers; no worker says anything.
-    # torch's clean-up at exit may be what it ends: that prints "KeyboardInterrupt: ".
-    assert 1 <= err.count("Traceback") <= times and err.rstrip(": \n").endswith("KeyboardInterrupt")
+    # It may also find torch's clean-up at exit, which prints "KeyboardInterrupt: ".
+    ends = ("KeyboardInterrupt", "KeyboardInterrupt:")[:times]
+    assert 1 <= err.count("Traceback") <= times and err.rstrip().endswith(ends)
     assert "Process-" not in err
     wait_for_the_end(workers)
     os.close(master)

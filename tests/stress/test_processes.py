@@ -1,8 +1,7 @@
 """Every way a training process or its workers can end, at random moments: nothing hangs, nothing is left.
 
+python -m pytest tests/stress/test_processes.py             # one seed
 python -m pytest -m stress tests/stress/test_processes.py   # FASTLOAD_SEEDS of them, 20 by default
-
-In short: test_ctrl_c, test_workers_end_with_their_trainer and tests/process/test_no_hang.py.
 """
 
 from __future__ import annotations
@@ -129,6 +128,13 @@ def _follow(trainer: subprocess.Popen[str], end: str) -> list[psutil.Process]:
 
 def _case(number: int) -> dict[str, object]:
     return {**CASES[number % len(CASES)], "seed": number}
+
+
+@pytest.mark.parametrize("end", EXPECTED)
+def test_each_end_once(end: str, tmp_path: Path) -> None:
+    rng = random.Random(end)
+    case = {"end": end, "seed": rng.randrange(1000), "context": "fork"}
+    check(case | {name: rng.random() < 0.5 for name in ("pin", "persistent", "in_order")}, tmp_path)
 
 
 SEEDS = int(os.environ.get("FASTLOAD_SEEDS", "20"))

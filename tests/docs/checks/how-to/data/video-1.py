@@ -37,4 +37,4 @@ def check(clips):
 for number in range(8):
     put(f"short/{number}.{'mkv' if number % 2 else 'mp4'}", 40)
 for name in ("a", "b"):
-    put(f"films/{name}.mp4", 500)
+    put(f"films/{name}.mp4", 1000)
