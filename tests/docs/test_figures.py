@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.links import ROOT, pages
+
 RESULTS = ROOT / "bench" / "results"
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
 MARKED = re.compile(r"<!-- figures: (?P<names>[\w., -]+) -->\n+(?P<table>(?:\|.*\n)+)")
 NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w-])")
 MEASURED = "docs/explanation/measurements.md"  # all its tables are marked
@@ -55,7 +55,7 @@ def is_among(figure: str, values: set[float]) -> bool:
     return any(abs(value * scale - number) <= half for value in values for scale in (1, 1e-3, 1e-6, 100))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_figures_are_those_of_their_result(page: Path) -> None:
     text = page.read_text()
     for marked in MARKED.finditer(text):

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.links import ROOT, pages
 from tests.docs.pages import runs
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-# Those with code, but for the reference, which has tests of its own, and the copies of `make docs`.
-PAGES = sorted(
+REFERENCE = ROOT / "docs" / "reference"  # has tests of its own
+PAGES = [
     page
-    for page in (ROOT / "README.md", *DOCS.rglob("*.md"))
-    if not {DOCS / "reference", DOCS / "_build"} & set(page.parents) and runs(page)
-)
+    for page in pages()
+    if (page.name == "README.md" or page.is_relative_to(ROOT / "docs"))
+    and not page.is_relative_to(REFERENCE)
+    and runs(page)
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
