@@ -19,7 +19,10 @@ from fastload.distributed import launcher
 
 
 class Forked:
-    """`python -m fastload` as of `subprocess.Popen`, but forked from a server that has imported torch."""
+    """`python -m fastload` as of `subprocess.Popen`, but forked from a server that has imported torch.
+
+    `program` is what runs in its place.
+    """
 
     def __init__(
         self,
@@ -29,11 +32,12 @@ class Forked:
         stdout: Any,
         stderr: Any = subprocess.STDOUT,
         cwd: Path | None = None,
+        program: Callable[[], object] = main,
         **_: Any,
     ) -> None:
         streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run_main, args=(words[2:], dict(env), streams, cwd)
+            target=_run, args=(program, words[2:], dict(env), streams, cwd)
         )
         self._process.start()
         self.pid = self._process.pid or 0
@@ -48,11 +52,17 @@ class Forked:
         return self._process.exitcode
 
 
-def _run_main(words: list[str], env: dict[str, str], streams: tuple[str, str], cwd: Path | None) -> None:
+def _run(
+    program: Callable[[], object],
+    words: list[str],
+    env: dict[str, str],
+    streams: tuple[str, str],
+    cwd: Path | None,
+) -> None:
     os.setsid()
     for descriptor, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    run_program(main, words, env, cwd)
+    run_program(program, words, env, cwd)
 
 
 def run_program(

@@ -18,6 +18,7 @@ from fastload import Jagged, ParquetDataset, ShardSampler, TableDataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.testing.promises import contents
 from tests.loaderdata import through_json
+from tests.shortform import short_form
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -114,10 +115,12 @@ def collated(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, dict[s
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("cached", "workers"),
+    short_form(itertools.product((False, True), (0, 2)), lambda cached, workers: cached == bool(workers)),
+)
 def test_parquet_columns_are_the_collated_rows(
-    collated: Any, workers: int, cached: bool, tmp_path: Path
+    collated: Any, cached: bool, workers: int, tmp_path: Path
 ) -> None:
     for url, options, wanted, digest in collated:
         cache = tmp_path / "cache" if cached else None
@@ -271,7 +274,7 @@ def run(
     return ids, states
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [pytest.param(False, marks=pytest.mark.stress), True])
 def test_epoch_goes_on_with_other_workers_and_ranks(cached: bool, tmp_path: Path) -> None:
     url = write(tmp_path / "data", {"id": pa.array(range(COUNT))})
     options: Any = {"cache": tmp_path / "cache"} if cached else {}

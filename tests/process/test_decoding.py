@@ -106,7 +106,7 @@ def test_the_same_epochs(folder: Any, decoder: str, num_workers: int, device: st
 
 
 @every_decoder
-@pytest.mark.parametrize("mode", ["auto", "raw", "shrunk"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("raw", marks=pytest.mark.stress), "shrunk"])
 def test_through_the_cache(folder: Any, tmp_path: Path, decoder: str, mode: str) -> None:
     dataset = folder(CenterCrop(48, resize=55), cache=Cache(tmp_path / "cache", mode, short_side=60))
     ours, theirs = (
@@ -161,7 +161,10 @@ def spoilt(photos: Path) -> Path:
 
 
 @every_decoder
-@pytest.mark.parametrize(("on_error", "num_workers"), [("repeat", 2), ("replace", 0), ("replace", 2)])
+@pytest.mark.parametrize(
+    ("on_error", "num_workers"),
+    [("repeat", 2), ("replace", 0), pytest.param("replace", 2, marks=pytest.mark.stress)],
+)
 def test_bad_images_are_replaced(
     folder: Any, spoilt: Path, decoder: str, num_workers: int, on_error: str
 ) -> None:

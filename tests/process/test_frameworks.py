@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -17,68 +15,6 @@ from fastload import DataLoader, DistributedSampler
 from tests.commands import run_scripts
 from tests.kinds import photo
 from tests.loaderdata import Numbers
-from tests.patience import PATIENCE
-
-ROOT = Path(__file__).parents[2]
-
-DISTRIBUTED = """
-import os
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data.distributed import DistributedSampler
-from fastload import DataLoader
-from tests.loaderdata import Numbers
-
-def main():
-    dist.init_process_group("gloo")
-    dataset = Numbers(20, lambda i: torch.full((4,), float(i)))
-    sampler = DistributedSampler(dataset, shuffle=True)
-    loader = DataLoader(dataset, batch_size=5, sampler=sampler, num_workers=1)
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    seen = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            model(batch).sum().backward()
-            seen += batch[:, 0].int().tolist()
-    everyone = [None, None]
-    dist.all_gather_object(everyone, seen)
-    if dist.get_rank() == 0:
-        print(sorted(everyone[0] + everyone[1]), flush=True)
-    dist.barrier()
-    os._exit(0)  # without torch's teardown of gloo and DDP: it aborts now and then, and is not what is tested
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.stress  # what DDP imports takes seconds a rank; torchrun without it: test_try
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(DISTRIBUTED)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            path,
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted([*range(20)] * 2))
 
 
 def _row(index: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from fastload.errors import ArgumentError, NotFoundError
 from fastload.gpu.dali import why_no_dali
 from tests.faultserver import LIST, FaultServer
 from tests.photos import pillow_jpeg, scene
+from tests.shortform import short_form
 
 CROP = CenterCrop((16, 16), resize=20)
 FILES = [
@@ -256,8 +258,7 @@ DECODERS = [
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("target", [str, pair])
+@pytest.mark.parametrize(("target", "workers"), [(str, 0), (pair, 2)])
 def test_target_transform_where_the_device_decodes(
     target: Any, workers: int, decoder: str, folder: Any
 ) -> None:
@@ -274,8 +275,12 @@ def refused(label: int) -> int:
     return label
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("transform", [CROP, plain], ids=["fused", "plain"])
+@pytest.mark.parametrize(
+    ("transform", "workers"),
+    short_form(
+        itertools.product((CROP, plain), (0, 2)), lambda made, workers: (made is CROP) == bool(workers)
+    ),
+)
 def test_a_target_transform_that_raises_is_a_bad_sample(transform: Any, workers: int, folder: Any) -> None:
     dataset = folder(transform, refused)
     with pytest.raises(LookupError, match="no such class"):

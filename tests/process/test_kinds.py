@@ -17,8 +17,9 @@ from fastload.cli.demo.s3_server import serve_s3
 from fastload.errors import ArgumentError
 from fastload.testing import DatasetTests, IterableDatasetTests
 from fastload.testing.promises import contents
-from tests.kinds import BAD, COUNT, KINDS, MODES, Kind, number, numbers, photo, photo_or_damage
+from tests.kinds import BAD, COUNT, KINDS, Kind, number, numbers, photo, photo_or_damage
 from tests.loaderdata import seed_all, through_json
+from tests.shortform import short_form
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -31,7 +32,7 @@ ALONE = [kind for kind in KINDS if not kind.wraps and kind.rows_of_read]
 SHARDED = [kind for kind in KINDS if kind.sharded]
 WRAPPERS = [kind for kind in KINDS if kind.wraps and kind.transform is not None]
 WITH_IMAGES = [kind for kind in ALONE if kind.transform is not None]
-ALIKE = (  # another kind is read from S3 by the same code, and these from files
+ALIKE = (  # another kind has their code: they are read from files, and most of their tests are `stress`
     *("objects", "objects, decode", "table, decode and text", "image and mask", "ranges, decode"),
     *("tfrecord, indexed", "parquet, filtered", "parquet, filtered columns", "table, columns"),
     *("mds", "documents", "cached", "wrapped"),
@@ -39,14 +40,26 @@ ALIKE = (  # another kind is read from S3 by the same code, and these from files
 DAMAGED = [kind for kind in AT_RANDOM if kind.own_photos and kind.transform is not None]
 
 
-# "auto" is the mode of all tests that name none.
-every_mode = pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.stress] if mode == "auto" else []) for mode in MODES]
-)
+def of(kinds: list[Kind], *, alike: bool = False) -> Any:
+    """Each kind; those that have the code of another are `stress`, unless `alike`."""
+    rows = short_form(kinds, lambda kind: alike or kind.name not in ALIKE)
+    return pytest.mark.parametrize("kind", rows, ids=name_of)
 
 
-def of(kinds: list[Kind]) -> Any:
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.folder)
+def in_modes(kinds: list[Kind], *whole: str) -> Any:
+    """Each kind in each mode that it takes: `whole` in all modes, others in "decoded", the rest is `stress`.
+
+    "auto" is the mode of all tests that name none.
+    """
+    rows = short_form(
+        ((kind, mode) for kind in kinds for mode in kind.modes),
+        lambda kind, mode: mode == "decoded" or (mode != "auto" and kind.name in whole),
+    )
+    return pytest.mark.parametrize(("kind", "mode"), rows, ids=name_of)
+
+
+def name_of(case: Any) -> Any:
+    return case.folder if isinstance(case, Kind) else None
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +110,7 @@ def flat(batches: Any) -> list[int]:
 # --- epochs
 
 
-@of(KINDS)
+@of(KINDS, alike=True)
 def test_two_epochs_each_resumed_with_other_workers_have_each_sample_once(
     kind: Kind, s3: dict[str, Any], written: Written, tmp_path: Path
 ) -> None:
@@ -120,7 +133,7 @@ def test_two_epochs_each_resumed_with_other_workers_have_each_sample_once(
 
     unbroken = opened(0, written(kind))
     state, orders = None, []
-    for workers, others in ((2, 1), (1, 0)):
+    for workers, others in ((2, 0), (0, 1)):
         loader = resumed(state, workers)
         batches = iter(loader)
         begun = [next(batches), next(batches)]
@@ -341,14 +354,10 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
     assert made == contents(batches[2])
 
 
-@every_mode
-@of(WITH_IMAGES)
+@in_modes(WITH_IMAGES, "folder", "tar")
 def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cache(
     kind: Kind, mode: Any, written: Written, uncached: dict[str, Any], tmp_path: Path
 ) -> None:
-    if mode not in kind.modes:
-        pytest.skip("that mode is refused")
-
     def opened() -> Any:
         found = kind.make(written(kind), cache=Cache(tmp_path / "cache", mode, short_side=24))
         if kind.streamed:
@@ -370,8 +379,7 @@ def test_every_cache_mode_gives_the_same_samples_from_the_store_and_from_the_cac
         assert contents(from_cache) == uncached[kind.name]
 
 
-@every_mode
-@of(WRAPPERS)
+@in_modes(WRAPPERS, "mixture")
 def test_every_cache_mode_gives_the_same_samples_through_wrappers(
     kind: Kind, mode: Any, written: Written, tmp_path: Path
 ) -> None:
@@ -410,7 +418,7 @@ def shape_of(batch: Any) -> Any:
     return next(part for _, part in contents(batch) if len(getattr(part, "shape", ())) > 2).shape
 
 
-@of(DAMAGED)
+@of(DAMAGED, alike=True)
 def test_damaged_sample_is_named(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind, damaged=True))
     with pytest.raises(fastload.errors.DecodeError) as caught:
@@ -446,9 +454,14 @@ class OfKinds(DatasetTests):
     start_methods: ClassVar[Any] = ("fork",)  # of a folder, others: test_kernel_workers
     kind: Kind
     test_start_methods_give_the_same_samples = None
-    # Runs of one seed and shards by index have workers above, and the two epochs are resumed in some.
+    # The tests above look closer at these: runs of one seed and shards by index have workers, the two epochs
+    # are resumed and have each sample once, and an error names the sample that is damaged.
+    test_same_seed_gives_the_same_samples = None
     test_workers_give_the_same_samples = None
     test_state_resumes_in_workers = None
+    test_state_resumes_with_the_next_sample = None
+    test_epoch_has_every_sample_once = None
+    test_bad_sample_raises_its_error_in_every_process = None
 
     @pytest.fixture(autouse=True)
     def _kind(self, kind: Kind, written: Written) -> None:

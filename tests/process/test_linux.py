@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 import fastload
 from fastload.metrics.machine import ANYWHERE, memory_file
-from tests.patience import PATIENCE
+from tests.commands import run_scripts
 
 DOCTOR = "doctor --json"
 COMMANDS = ["bench . --json", "convert . /tmp/x --to tar --json", "cache info . --json"]
@@ -84,25 +83,23 @@ SENTENCE = "fastload's loader, datasets and cache run on Linux"
 
 
 @cache
-def played(system: str) -> dict[str, Any]:
-    """name -> "works" or its error; command -> exit status, standard output, standard error."""
-    platform, missing, modules = SYSTEMS[system]
-    given = f"SYSTEM, MISSING, MODULES = {platform!r}, {missing!r}, {modules!r}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{given}COMMANDS = {[DOCTOR, *COMMANDS]!r}\n{ELSEWHERE}"],
-        cwd=Path(fastload.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def played() -> dict[str, dict[str, Any]]:
+    """system -> name -> "works" or its error; command -> exit status, standard output, standard error."""
+    with tempfile.TemporaryDirectory() as name:
+        runs = []
+        for platform, missing, modules in SYSTEMS.values():
+            script = Path(name, f"{platform}.py")
+            given = f"SYSTEM, MISSING, MODULES = {platform!r}, {missing!r}, {modules!r}\n"
+            script.write_text(f"{given}COMMANDS = {[DOCTOR, *COMMANDS]!r}\n{ELSEWHERE}")
+            runs.append(([script], {}))
+        done = run_scripts(Path(name), *runs)
+    assert not any(one.returncode for one in done), done
+    return {system: json.loads(one.stdout) for system, one in zip(SYSTEMS, done, strict=True)}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_names_work_or_say_one_sentence(system: str) -> None:
-    found = played(system)["names"]
+    found = played()[system]["names"]
     expected = set(fastload.__all__) if system == "darwin" else {*ANYWHERE, "__version__"}
     assert {name for name, text in found.items() if text == "works"} == expected
     for text in found.values():
@@ -110,7 +107,7 @@ def test_names_work_or_say_one_sentence(system: str) -> None:
 
 
 def test_darwin_reads_local_files_in_the_trainer_and_says_one_sentence_for_the_rest() -> None:
-    uses = played("darwin")["uses"]
+    uses = played()["darwin"]["uses"]
     assert uses.pop("local") == [[[0, 2, 4, 1], [0, 0, 0, 1]], [[3, 5], [1, 1]]]
     for text in uses.values():
         assert text.startswith(SENTENCE) and "local files with num_workers=0" in text
@@ -135,7 +132,7 @@ def test_python_built_for_an_old_glibc(
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_doctor_says_the_sentence(system: str) -> None:
-    code, out, err = played(system)["commands"][DOCTOR]
+    code, out, err = played()[system]["commands"][DOCTOR]
     assert code == 1, err
     (check,) = json.loads(out)["checks"]
     assert check["state"] == "fail" and check["advice"].startswith(SENTENCE)
@@ -145,7 +142,7 @@ def test_doctor_says_the_sentence(system: str) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_other_commands_say_the_sentence(system: str, command: str) -> None:
-    code, out, err = played(system)["commands"][command]
+    code, out, err = played()[system]["commands"][command]
     assert code == 1, err
     error = json.loads(out)["error"]
     assert error["type"] == "PlatformError" and error["message"].startswith(SENTENCE)

@@ -47,7 +47,7 @@ def seen(loader: Any) -> list[list[int]]:
 WHOLE = [[number, number, (9 + number % 5) * MB] for number in range(10)]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.stress), 3])
 def test_objects_larger_than_the_share_arrive_once_each(
     large: Callable[..., ObjectDataset[Any]], workers: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from io import BytesIO
@@ -19,6 +20,7 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images import decode_image, decode_resized, shrink
 from tests.photos import pillow_jpeg, png, scene
 from tests.sharddata import write
+from tests.shortform import short_form
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
@@ -195,13 +197,16 @@ def test_beyond_size_limit_samples_have_the_same_pixels(folder: Any, mode: str) 
         assert 0 < kept < len(FILES)
 
 
-@every_mode
+# The short form has each damage in "auto" and in one more mode.
+DAMAGES = {"cut": "decoded", "cut and small": "shrunk", "garbage": "dct", "empty": "raw"}
+
+
 @pytest.mark.parametrize(
-    ("damage", "num_workers"), [("cut", 1), ("cut and small", 0), ("garbage", 0), ("empty", 0)]
+    ("mode", "damage"),
+    short_form(itertools.product(MODES, DAMAGES), lambda mode, damage: mode in ("auto", DAMAGES[damage])),
 )
-def test_bad_images_in_every_mode(
-    folder: Any, photos: Path, mode: str, num_workers: int, damage: str
-) -> None:
+def test_bad_images_in_every_mode(folder: Any, photos: Path, mode: str, damage: str) -> None:
+    num_workers = int(damage == "cut")
     name = "a/smaller than short_side.jpg" if damage == "cut and small" else "a/landscape.jpg"
     victim = photos / name
     data = victim.read_bytes()
@@ -220,7 +225,7 @@ def test_bad_images_in_every_mode(
 # --- memory
 
 
-@pytest.mark.parametrize("mode", ["raw", "dct", "decoded"])
+@pytest.mark.parametrize("mode", short_form(("raw", "dct", "decoded"), lambda mode: mode != "dct"))
 def test_memory_of_a_worker_is_flat(photos: Path, folder: Any, tmp_path: Path, mode: str) -> None:
     """Within 200 MB of its start plus its slots, and no more at the end of the last epoch than early on."""
 

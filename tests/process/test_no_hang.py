@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -27,6 +28,7 @@ from fastload.fetch.threads import ReadPool, ReadSettings
 from fastload.metrics.counters import Counters
 from fastload.order.position import Position
 from fastload.store.local import LocalStore
+from fastload.workers.worker import _leave_with
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
@@ -372,26 +374,34 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
 # --- workers ---------------------------------------------------------------------------------------------
 
 
+def _leave_with_many_files_open(trainer: int, ready: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    assert files[-1] > 1023, "select() takes no descriptor from here on"
+    _leave_with(trainer)
+    os.close(ready)
+    time.sleep(100_000)
+
+
 def test_a_worker_with_many_files_open_sees_its_trainer_die() -> None:
-    body = """if True:
-        import os, resource, sys, time
-        from fastload.workers.worker import _leave_with
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-        _leave_with(int(sys.argv[1]))
-        print("ready", flush=True)
-        time.sleep(100000)
-    """
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100000)"]) as trainer:
-        command = [sys.executable, "-c", body, str(trainer.pid)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-            try:
-                assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
-                trainer.kill()
-                assert worker.wait(PATIENCE) == 1
-            finally:
-                worker.kill()
-                trainer.kill()
+    with subprocess.Popen(["sleep", "100000"]) as trainer:
+        told, ready = os.pipe()
+        worker = multiprocessing.get_context("fork").Process(
+            target=_leave_with_many_files_open, args=(trainer.pid, ready)
+        )
+        worker.start()
+        try:
+            os.close(ready)
+            assert os.read(told, 1) == b"" and worker.is_alive()
+            trainer.kill()
+            worker.join(PATIENCE)
+            assert worker.exitcode == 1
+        finally:
+            worker.kill()
+            trainer.kill()
+            worker.join()
+            worker.close()
+            os.close(told)
 
 
 def test_interrupted_while_results_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:

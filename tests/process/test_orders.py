@@ -30,6 +30,7 @@ from tests.process.test_resume import ORDERS, Ids, Noise, loader, seeded, with_o
 from tests.process.test_samples_at import folder, photos
 from tests.sharddata import dataset as shard_dataset
 from tests.sharddata import parquet, shards, write
+from tests.shortform import short_form
 
 __all__ = ["folder", "photos"]
 
@@ -69,8 +70,18 @@ def begun(run: Any) -> Any:
     return iter(run)
 
 
-@pytest.mark.parametrize("moment", [fresh, ended, begun])
-@pytest.mark.parametrize("name", MADE)
+# The short form has all moments of an order of each sort, and the last one of all orders.
+SORTS = ("shuffle", "custom, state", "mixture", "noise of workers")
+each_at_each_moment = pytest.mark.parametrize(
+    ("name", "moment"),
+    short_form(
+        itertools.product(MADE, (fresh, ended, begun)),
+        lambda name, moment: moment == begun or name in SORTS,
+    ),
+)
+
+
+@each_at_each_moment
 def test_state_says_what_comes_next_whatever_the_scripts_draw_after_it(name: str, moment: Any) -> None:
     seed_all(7)
     run = MADE[name]()
@@ -86,8 +97,7 @@ def test_state_says_what_comes_next_whatever_the_scripts_draw_after_it(name: str
     assert list(resumed) == following
 
 
-@pytest.mark.parametrize("moment", [fresh, ended, begun])
-@pytest.mark.parametrize("name", MADE)
+@each_at_each_moment
 def test_asking_for_a_state_changes_nothing(name: str, moment: Any) -> None:
     def epochs(*, asks: bool) -> Any:
         seed_all(7)

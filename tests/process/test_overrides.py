@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.faultserver import Fault, FaultServer
 from tests.loaderdata import identity, told
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import IMAGE, LABEL, TOTAL, shards, write
+from tests.shortform import short_form
 
 COUNT = 24
 FUSED = CenterCrop((16, 16), resize=20)
@@ -98,8 +100,13 @@ LOADERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", [FUSED, plain], ids=["fused", "plain"])
-@pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnByMixin, OwnObjects])
+@pytest.mark.parametrize(
+    ("kind", "transform"),
+    short_form(
+        itertools.product((OwnItems, OwnLists, OwnByMixin, OwnObjects), (FUSED, plain)),
+        lambda kind, transform: transform is FUSED or kind is OwnItems,
+    ),
+)
 def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
     kind: Any, transform: Any, photos: Path, opened: Any
 ) -> None:
@@ -115,9 +122,13 @@ def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
             assert batches[0] == batches[1], name
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("policy", ["repeat", "replace"])
-@pytest.mark.parametrize("kind", [OwnItems, OwnLists])
+@pytest.mark.parametrize(
+    ("kind", "policy", "workers"),
+    short_form(
+        itertools.product((OwnItems, OwnLists), ("repeat", "replace"), (0, 2)),
+        lambda kind, policy, workers: (policy == "repeat") == bool(workers),
+    ),
+)
 def test_a_subclass_is_obeyed_where_samples_are_bad(
     kind: Any, policy: str, workers: int, photos: Path, tmp_path: Path, opened: Any
 ) -> None:
@@ -156,16 +167,12 @@ def test_getitems_with_a_seed_is_asked_for_one_sample_at_a_time(photos: Path, op
 
 @pytest.mark.parametrize(
     ("kind", "transform", "index", "workers"),
-    [
-        pytest.param(
-            *(kind, transform, index, workers),
-            marks=[] if ((kind == "tar") == bool(transform)) == bool(workers) else pytest.mark.stress,
-            id=f"{kind}-{'fused' if transform else 'plain'}-{index}-{workers}",
-        )
-        for kind in SHARDS
-        for transform in (RandomResizedCrop(16), None)
-        for index, workers in ((False, 0), (False, 2), (True, 0))
-    ],
+    short_form(
+        itertools.product(SHARDS, (RandomResizedCrop(16), None), (False, True), (0, 2)),
+        lambda kind, transform, index, workers: (
+            ((kind == "tar") == bool(transform)) == bool(workers) and not (index and workers)
+        ),
+    ),
 )
 def test_a_subclass_of_shards_is_obeyed(
     kind: str, transform: Any, index: bool, workers: int, tmp_path: Path, opened: Any, large: None

@@ -35,6 +35,7 @@ from tests.loaderdata import (
     identity,
     randomness,
 )
+from tests.shortform import short_form
 
 Body = Callable[[Any], Any]
 WORKERS = [0, 2]
@@ -428,14 +429,10 @@ IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
 
 @pytest.mark.parametrize(
     ("lengths", "arguments", "workers"),
-    [
-        pytest.param(
-            *(LENGTHS[pair[0]], WAYS[pair[1]], workers),
-            marks=pytest.mark.stress if workers and pair not in IN_WORKERS else [],
-        )
-        for pair in itertools.product(range(len(LENGTHS)), range(len(WAYS)))
-        for workers in WORKERS
-    ],
+    short_form(
+        itertools.product(LENGTHS, WAYS, WORKERS),
+        lambda lengths, way, workers: not workers or (LENGTHS.index(lengths), WAYS.index(way)) in IN_WORKERS,
+    ),
     ids=_name,
 )
 def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], workers: int) -> None:
@@ -622,7 +619,12 @@ def test_unpicklable_dataset_under_spawn() -> None:
 
 
 @pytest.mark.parametrize(
-    "context", ["forkserver", multiprocessing.get_context("spawn")], ids=["forkserver", "spawn"]
+    "context",
+    [
+        "forkserver",
+        # Each of the two imports torch again. The short form with "spawn": test_kernel_workers
+        pytest.param(multiprocessing.get_context("spawn"), id="spawn", marks=pytest.mark.stress),
+    ],
 )
 def test_start_methods(context: Any) -> None:
     dataset = Numbers(4, randomness)

@@ -28,6 +28,7 @@ from fastload.order.position import Position
 from fastload.order.state import State
 from fastload.workers.slots import SlotMap
 from tests.loaderdata import Gate, Numbers, identity, seed_all, through_json
+from tests.shortform import short_form
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -218,7 +219,11 @@ def points(epoch: list[Any]) -> list[int | None]:
     return [None, 0, 1, len(epoch) // 2, len(epoch), len(epoch) + 1]
 
 
-@pytest.mark.parametrize("name", ORDERS)
+# Others have one in the short form that is like them; and test_orders has all orders at one point.
+LIKE_OTHERS = ("drop_last", "weighted", "subset", "custom", "custom, no batches", "distributed, no batches")
+
+
+@pytest.mark.parametrize("name", short_form(ORDERS, lambda name: name not in LIKE_OTHERS))
 def test_any_order_at_any_point(name: str) -> None:
     expected = unbroken(with_order(name))
     for at in points(expected[1]):
@@ -239,11 +244,10 @@ SOME_CHANGES: dict[bool, dict[tuple[int, int], int]] = {
 
 @pytest.mark.parametrize(
     ("before", "after", "persistent"),
-    [
-        pytest.param(*change, persistent, marks=[] if change in some else pytest.mark.stress)
-        for persistent, some in SOME_CHANGES.items()
-        for change in itertools.product(range(4), repeat=2)
-    ],
+    short_form(
+        itertools.product(range(4), range(4), (False, True)),
+        lambda before, after, persistent: (before, after) in SOME_CHANGES[persistent],
+    ),
 )
 def test_another_number_of_workers(before: int, after: int, persistent: bool) -> None:
     make = with_order("shuffle")
@@ -541,12 +545,17 @@ LOADERS: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "at"), LOADERS, ids=str)
-@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler])
-def test_set_epoch_for_the_epoch_to_come(
-    kind: Any, before: dict[str, Any], after: dict[str, Any], at: int | None, tmp_path: Path
-) -> None:
+# The short form has each loader with one of the samplers.
+@pytest.mark.parametrize(
+    ("kind", "loaders"),
+    short_form(
+        itertools.product((DistributedSampler, torch.utils.data.DistributedSampler), LOADERS),
+        lambda kind, loaders: (kind is DistributedSampler) == (LOADERS.index(loaders) % 2 == 0),
+    ),
+)
+def test_set_epoch_for_the_epoch_to_come(kind: Any, loaders: Any, tmp_path: Path) -> None:
     """The usual loop of several ranks, saved between two epochs or within one: the same crops."""
+    before, after, at = loaders
     make_photos(tmp_path)
 
     def make(options: dict[str, Any]) -> tuple[Any, fastload.DataLoader[Any]]:

@@ -39,6 +39,7 @@ from fastload.loader.samples_at import SampleAt
 from tests.loaderdata import told
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import write
+from tests.shortform import short_form
 
 N = 41
 CROP = RandomResizedCrop(16, flip=0.5)
@@ -158,7 +159,7 @@ def test_crop_and_flip_are_those_of_the_batch(folder: Any, photos: Path) -> None
         assert dataset.samples[row.index] == (row.key, row.label) == (row.key, int(labels[row.row]))
 
 
-@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.stress) for n in range(2, 27))])
+@pytest.mark.parametrize("number", short_form(range(27), lambda number: number == 0))
 def test_random_steps_are_made_again_after_changes_of_ranks_workers_and_cache(
     folder: Any, tmp_path: Path, number: int
 ) -> None:

@@ -58,8 +58,8 @@ def _ways(*ways: tuple[range, int, int | None], marks: Any = ()) -> list[Any]:
     ("where", "workers", "batch_size"),
     [
         *_ways((ALL, 0, 16), (NONE, 0, 16), (SOME, 0, 16), (ALL, 1, 64), (SOME, 1, 64)),
-        *_ways((NONE, 2, 5), (SOME, 2, 5), (ALL, 2, None), (SOME, 2, None)),
-        *_ways((NONE, 1, 64), (ALL, 2, 5), (NONE, 2, None), marks=pytest.mark.stress),
+        *_ways((NONE, 2, 5), (SOME, 2, 5), (SOME, 2, None)),
+        *_ways((NONE, 1, 64), (ALL, 2, 5), (ALL, 2, None), (NONE, 2, None), marks=pytest.mark.stress),
     ],
 )
 def test_samples_that_draw_are_functions_of_seed_epoch_and_index(

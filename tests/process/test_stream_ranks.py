@@ -5,11 +5,12 @@ The ranks are processes with gloo and a TCP store, as in a trainer.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -28,6 +29,7 @@ from fastload.errors import ArgumentError, WorkerError
 from tests.loaderdata import through_json
 from tests.patience import PATIENCE
 from tests.process.test_streams import Sample, rows, streamed
+from tests.shortform import short_form
 from tests.streamdata import RowShards
 
 pytestmark = [
@@ -151,19 +153,21 @@ def train(rank: int, ranks: int, *, lengths: list[int], workers: int, lockstep: 
 
 
 # The short form has each number of ranks and all lengths twice or more, with and without lockstep.
-STEPS = [
-    pytest.param(
-        *(ranks, workers, lengths, lockstep),
-        marks=[] if lockstep == ((i + j) % 2 == 0) and (i + j) % 3 < 2 else pytest.mark.stress,
-    )
-    for i, (ranks, workers) in enumerate([(2, 0), (2, 2), (3, 1)])
-    for j, lengths in enumerate([LENGTHS, [30, 1], [9], [0, 0, 0]])
-    for lockstep in (True, False)
-]
+JOBS, SHARDS = [(2, 0), (2, 2), (3, 1)], [LENGTHS, [30, 1], [9], [0, 0, 0]]
 
 
-@pytest.mark.parametrize(("ranks", "workers", "lengths", "lockstep"), STEPS, ids=str)
-def test_equal_steps(ranks: int, workers: int, lengths: list[int], lockstep: bool) -> None:
+def _is_short(job: tuple[int, int], lengths: list[int], lockstep: bool) -> bool:
+    number = JOBS.index(job) + SHARDS.index(lengths)
+    return lockstep == (number % 2 == 0) and number % 3 < 2
+
+
+@pytest.mark.parametrize(
+    ("job", "lengths", "lockstep"),
+    short_form(itertools.product(JOBS, SHARDS, (True, False)), _is_short),
+    ids=str,
+)
+def test_equal_steps(job: tuple[int, int], lengths: list[int], lockstep: bool) -> None:
+    ranks, workers = job
     batches = on_ranks(ranks, partial(train, lengths=lengths, workers=workers, lockstep=lockstep))
     check_padding(batches, ranks, max(1, workers), lengths, 4)
 
@@ -275,31 +279,34 @@ def test_plans_fit_together() -> None:
 # --- resuming, disagreeing ---------------------------------------------------------------------------------
 
 
-def resume(rank: int, ranks: int, *, steps: int, before: int, after: int) -> Any:
+def resume(rank: int, ranks: int, *, points: Iterable[int], before: int, after: int) -> Any:
     def make(workers: int) -> fastload.DataLoader[Any]:
         return fastload.DataLoader(RowShards([30, 5, 2]), batch_size=4, shuffle=True, num_workers=workers)
 
     whole = epoch(make(before), ranks, lockstep=True)
-    first = make(before)
-    seen = epoch(first, ranks, lockstep=True, steps=steps)
-    state = through_json(first.state_dict())
-    second = make(after)
-    second.load_state_dict(state)
-    seen += epoch(second, ranks, lockstep=True)
-    rest = epoch(second, ranks, lockstep=True)
-    dist.barrier()
-    return whole == seen, len(rest), state["streams"]["lap"]
+    found = []
+    for steps in points:
+        first = make(before)
+        seen = epoch(first, ranks, lockstep=True, steps=steps)
+        state = through_json(first.state_dict())
+        second = make(after)
+        second.load_state_dict(state)
+        seen += epoch(second, ranks, lockstep=True)
+        rest = epoch(second, ranks, lockstep=True)
+        dist.barrier()
+        found.append((whole == seen, len(rest), state["streams"]["lap"]))
+    return found
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (0, 2)])
 def test_resumed_among_ranks(before: int, after: int) -> None:
     """Before and while one rank repeats its first samples."""
+    results = on_ranks(2, partial(resume, points=(1, 4, 6), before=before, after=after))
     laps = set()
-    for steps in (1, 4, 6):
-        results = on_ranks(2, partial(resume, steps=steps, before=before, after=after))
-        assert [same for same, _, _ in results] == [True, True]
-        assert len({length for _, length, _ in results}) == 1
-        laps |= {lap for _, _, lap in results}
+    for at_point in zip(*results, strict=True):
+        assert [same for same, _, _ in at_point] == [True, True]
+        assert len({length for _, length, _ in at_point}) == 1
+        laps |= {lap for _, _, lap in at_point}
     assert 0 in laps and max(laps) > 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastload.cli import trial
+from fastload.cli import main, trial
 from fastload.cli.demo.photos import make_dataset
 from tests.commands import command
 from tests.forked import Forked
@@ -92,12 +92,15 @@ def fastload(
     )
 
 
-def forked(*arguments: object, cwd: Path | None = None, **variables: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `python -m fastload ARGUMENTS`, forked."""
+def forked(
+    *arguments: object, cwd: Path | None = None, program: Any = main, **variables: str
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `python -m fastload ARGUMENTS`, or of another program, forked."""
     folder = Path(tempfile.mkdtemp())
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         words = [sys.executable, "-m", "fastload", *map(str, arguments)]
-        code = Forked(words, env={**os.environ, **variables}, stdout=out, stderr=err, cwd=cwd).wait(PATIENCE)
+        env = os.environ | variables
+        code = Forked(words, env=env, stdout=out, stderr=err, cwd=cwd, program=program).wait(PATIENCE)
     return code, Path(out.name).read_text(), Path(err.name).read_text()
 
 
@@ -259,15 +262,15 @@ os._exit(0)  # without gloo's teardown, which aborts now and then
     ],
 )
 def test_torchrun(write: Any, way: list[str]) -> None:
-    run = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", *run, *way, write(RANKS)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.stdout == f"('{OURS}', [[0, 2], [4, 6]]) ('{OURS}', [[1, 3], [5, 7]])\n", done.stderr
+    run = ["--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
+    _, out, err = forked(*run, *way, write(RANKS), program=_torchrun)
+    assert out == f"('{OURS}', [[0, 2], [4, 6]]) ('{OURS}', [[1, 3], [5, 7]])\n", err
+
+
+def _torchrun() -> None:
+    from torch.distributed.run import main
+
+    main()
 
 
 def test_commands_are_commands(write: Any, tmp_path: Path) -> None:
@@ -343,7 +346,7 @@ def test_loaders_that_accelerate_makes_are_fastloads(write: Any) -> None:
 
 
 def test_same_order_and_labels(write: Any, photos: Path) -> None:
-    code, report = tried(write(TRAIN), photos, 1000, 0.05, seconds=2)
+    code, report = tried(write(TRAIN), photos, 1000, 0.1, seconds=2)
     assert code == 0, report
     (loader,) = report["loaders"]
     assert (loader["dataset"], loader["length"], loader["batch_size"], loader["num_workers"]) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, cached
 from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import write
+from tests.shortform import short_form
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -104,10 +106,15 @@ def epoch(loader: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("num_workers", "wrapper"),
+    short_form(
+        itertools.product((0, 1), WRAPPERS),
+        lambda workers, wrapper: not workers or wrapper == "attribute",
+    ),
+)
 def test_wrapped_dataset_that_waits_for_the_store_is_counted_and_the_limit_is_get(
-    slow_store: dict[str, Any], wrapper: str, num_workers: int
+    slow_store: dict[str, Any], num_workers: int, wrapper: str
 ) -> None:
     inner = ImageFolder("s3://bucket", RandomResizedCrop(16), storage_options=slow_store)
     with pytest.warns(UserWarning, match=SUBCLASS):
