@@ -93,7 +93,7 @@ def told(batch: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [pytest.param(False, marks=pytest.mark.stress), True])
 def test_other_ranks_and_workers_go_on_with_each_sample_once(
     pack: bool, s3: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -366,16 +366,6 @@ def test_wrappers_and_collate_fn_get_rows_or_columns(tmp_path: Path) -> None:
     assert [sample["int64"] for sample in batch] == list(range(BATCH))
 
 
-def test_exclude_and_samples_at_name_rows(tmp_path: Path) -> None:
-    dataset = ParquetDataset(write(tmp_path, {"id": pa.array(range(COUNT))}), batches="columns")
-    made = loader(dataset, shuffle=True, num_workers=1)
-    step = list(made)[4]["id"].tolist()
-    assert [row.index for row in made.samples_at(4, 0)] == step
-    again = loader(dataset, shuffle=True)
-    again.exclude([step[0], dataset.key(step[1])])
-    assert {n for batch in again for n in batch["id"].tolist()} == set(range(COUNT)) - set(step[:2])
-
-
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

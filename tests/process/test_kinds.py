@@ -245,7 +245,7 @@ def test_resumed_streams_go_on_with_the_same_pixels(kind: Kind, written: Written
 @of(AT_RANDOM)
 def test_samples_at_and_batch_at_are_what_is_handed_out(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind))
-    loader = at_random(dataset, 1)
+    loader = at_random(dataset)
     batches = list(loader)
     for step in (0, 3):
         rows = loader.samples_at(step, 0)
@@ -280,7 +280,7 @@ def test_excluded_samples_and_skipped_steps_stay_away_and_all_else_keeps_its_pla
 ) -> None:
     whole = flat(at_random(kind.make(written(kind))))
     dataset = kind.make(written(kind))
-    loader = at_random(dataset, 1)
+    loader = at_random(dataset)
     gone = {number(dataset[index]) for index in (2, 11)}
     loader.exclude([2, 11 if kind.wraps else dataset.key(11)])
     loader.skip([1])
@@ -295,7 +295,7 @@ def test_excluded_samples_and_skipped_steps_stay_away_and_all_else_keeps_its_pla
 
 @of(AT_RANDOM)
 def test_override_of_getitem_is_obeyed(kind: Kind, written: Written) -> None:
-    """In a worker, and inside wrappers of torch."""
+    """Inside wrappers of torch too. In workers: test_overrides."""
     if kind.wraps:
         pytest.skip("its own class is torch's")
     dataset = kind.make(written(kind))
@@ -303,8 +303,8 @@ def test_override_of_getitem_is_obeyed(kind: Kind, written: Written) -> None:
     own = {"__getitem__": lambda self, index: {"number": 1000 + number(base.__getitem__(self, index))}}
     dataset.__class__ = type("Own", (base,), own)
     wrapped = ConcatDataset([Subset(dataset, range(COUNT))])
-    for each, workers in ((dataset, 1), (wrapped, 0)):
-        found = [n for batch in at_random(each, workers) for n in batch["number"].tolist()]
+    for each in (dataset, wrapped):
+        found = [n for batch in at_random(each) for n in batch["number"].tolist()]
         assert sorted(found) == list(range(1000, 1000 + COUNT))
 
 
@@ -314,7 +314,7 @@ def test_wrappers_give_the_samples_of_their_indices_and_read_them_ahead(kind: Ki
     direct = [number(dataset[index]) for index in range(COUNT)]
     chosen = [20, 3, 3, 7, 11, 0]
     wrapped: Any = ConcatDataset([Subset(fastload.map(dataset, _as_it_is), chosen), dataset])
-    loader = fastload.DataLoader(wrapped, BATCH, num_workers=1)
+    loader = fastload.DataLoader(wrapped, BATCH)
     assert flat(loader) == [direct[index] for index in [*chosen, *range(COUNT)]]
 
 
@@ -406,7 +406,7 @@ def test_every_cache_mode_gives_the_same_samples_through_wrappers(
 @of([kind for kind in WITH_IMAGES if not kind.streamed and not isinstance(kind.transform, dict)])
 def test_transform_that_is_set_later_is_used(kind: Kind, written: Written) -> None:
     dataset = kind.make(written(kind))
-    loader = at_random(dataset, 1)
+    loader = at_random(dataset)
     for transform, shape in ((dataset.transform, (16, 16)), (CenterCrop((9, 7)), (9, 7))):
         dataset.transform = transform
         assert shape_of(next(iter(loader))) == (BATCH, 3, *shape)

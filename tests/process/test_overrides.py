@@ -110,7 +110,7 @@ LOADERS: dict[str, dict[str, Any]] = {
 def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
     kind: Any, transform: Any, photos: Path, opened: Any
 ) -> None:
-    """By workers: test_kinds, and where samples are bad."""
+    """By workers: where samples are bad."""
     dataset = opened(kind(str(photos), transform=transform))
     chosen = Subset(Subset(dataset, range(1, COUNT)), range(0, 20, 2))
     for name, arguments in LOADERS.items():
