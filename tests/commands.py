@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from fastload.cli.app import app
 from tests.patience import PATIENCE
+from tests.scripts import serve_scripts
 
 __all__ = ["answer", "command", "document", "run", "run_scripts", "script", "start", "store_words"]
 
@@ -91,45 +92,15 @@ def script(code: str, *arguments: object, environment: Mapping[str, str] | None 
     return done.stdout
 
 
-_FORKS = """
-import json, os, runpy, sys
-import torch.utils.data
+def run_scripts(*runs: tuple[list[Any], dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+    """Run scripts one after the other, each as (words, variables).
 
-folder, runs = sys.argv[1], json.loads(sys.argv[2])
-for number, (words, variables) in enumerate(runs):
-    pid = os.fork()
-    if pid == 0:
-        for descriptor, end in (1, "out"), (2, "err"):
-            os.dup2(os.open(f"{folder}/{number}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-        os.environ.update(variables)
-        sys.argv = words
-        sys.path[0] = os.path.dirname(words[0])
-        runpy.run_path(words[0], run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-def run_scripts(
-    folder: Path, *runs: tuple[list[Any], dict[str, str]]
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run scripts one after the other, each as (words, variables), and keep what they print in `folder`.
-
-    Each has a process of its own, forked from one that has torch, whose import takes 2 s, and no fastload.
+    Each has a process of its own, forked from one that has torch, and no fastload.
     """
-    told = json.dumps([[[str(word) for word in words], variables] for words, variables in runs])
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS, folder, told],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    codes = list(map(int, done.stdout.split()))
-    assert (done.returncode, len(codes)) == (0, len(runs)), done.stderr
-    return [
-        subprocess.CompletedProcess(
-            words, code, (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text()
-        )
-        for number, ((words, _), code) in enumerate(zip(runs, codes, strict=True))
-    ]
+    done = []
+    with serve_scripts("import torch.utils.data") as scripts:
+        for words, variables in runs:
+            path = Path(words[0])
+            found = scripts.run(path.read_text(), *words[1:], path=path, variables=variables)
+            done.append(subprocess.CompletedProcess(words, *found))
+    return done

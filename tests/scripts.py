@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from one that has torch and fastload, whose import takes 2 s."""
+"""Scripts in processes of their own, forked from one that has torch, whose import takes 2 s."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 
-# A script runs at the top level of its process, and Python ends that process. So errors, Ctrl-C and what is left
-# behind have their usual effects.
+# A script runs at the top level of its process, and Python ends that process. So errors, Ctrl-C and what is
+# left behind have their usual effects.
 _SERVER = """
 import json, os, socket, sys
-from fastload import DataLoader, ImageFolder
-from fastload.distributed import launcher
+IMPORTS
 import tests.settled
 
 server = socket.socket(fileno=int(sys.argv[1]))
@@ -45,8 +46,10 @@ server.close()
 for number, stream in enumerate(streams):
     os.dup2(stream, number)
     os.close(stream)
-launcher._forked = False  # it has no connection of the process that it is a fork of
-text, sys.argv = json.loads(told)
+if launcher := sys.modules.get("fastload.distributed.launcher"):
+    launcher._forked = False  # it has no connection of the process that it is a fork of
+text, sys.argv, variables = json.loads(told)
+os.environ.update(variables)
 if sys.argv[0] != "-c":
     __file__ = sys.argv[0]
     sys.path[0] = os.path.dirname(__file__)
@@ -80,12 +83,23 @@ class Scripts:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
 
-    def start(self, text: str, *words: object, path: Path | None = None, stdin: int | None = None) -> Script:
-        """Start a script; with `path`, from that file, which other start methods than fork can import."""
+    def start(
+        self,
+        text: str,
+        *words: object,
+        path: Path | None = None,
+        stdin: int | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Script:
+        """Start a script.
+
+        Args:
+            path: its file, which other start methods than fork can import; written where there is none.
+        """
         text = textwrap.dedent(text)
-        if path is not None:
+        if path is not None and not path.exists():
             path.write_text(text)
-        told = json.dumps([text, [str(path or "-c"), *map(str, words)]])
+        told = json.dumps([text, [str(path or "-c"), *map(str, words)], dict(variables)])
         out, theirs = os.pipe()
         err, name = tempfile.mkstemp()
         Path(name).unlink()
@@ -95,20 +109,26 @@ class Scripts:
         os.close(theirs)
         return Script(int(self._server.recv(99)), self._server, out, err)
 
-    def run(self, text: str, *words: object, path: Path | None = None) -> tuple[int | None, str, str]:
-        """(exit code, stdout, stderr) of a script."""
-        script = self.start(text, *words, path=path)
+    def run(self, text: str, *words: object, **options: Any) -> tuple[int | None, str, str]:
+        """(exit code, stdout, stderr) of a script, which `start` starts."""
+        script = self.start(text, *words, **options)
         out, err = script.communicate()
         return script.returncode, out, err
 
 
 @contextmanager
-def serve_scripts() -> Iterator[Scripts]:
+def serve_scripts(imports: str = "from fastload import DataLoader, ImageFolder") -> Iterator[Scripts]:
+    """Start the process that is forked.
+
+    Args:
+        imports: what it imports, and each script has from the start.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(PATIENCE)
     with theirs:
-        words = [sys.executable, "-c", _SERVER, str(theirs.fileno())]
-        server = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()])
+        words = [sys.executable, "-c", _SERVER.replace("IMPORTS", imports), str(theirs.fileno())]
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        server = subprocess.Popen(words, cwd=ROOT, env=variables, pass_fds=[theirs.fileno()])
     with ours, server:
         yield Scripts(ours)
         ours.shutdown(socket.SHUT_RDWR)

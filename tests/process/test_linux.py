@@ -92,7 +92,7 @@ def played() -> dict[str, dict[str, Any]]:
             given = f"SYSTEM, MISSING, MODULES = {platform!r}, {missing!r}, {modules!r}\n"
             script.write_text(f"{given}COMMANDS = {[DOCTOR, *COMMANDS]!r}\n{ELSEWHERE}")
             runs.append(([script], {}))
-        done = run_scripts(Path(name), *runs)
+        done = run_scripts(*runs)
     assert not any(one.returncode for one in done), done
     return {system: json.loads(one.stdout) for system, one in zip(SYSTEMS, done, strict=True)}
 

@@ -380,7 +380,7 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     runs = [("all", "--out", tmp_path / "out"), ("some", "--init-from", tmp_path / "out" / "checkpoint.pt")]
     runs += [("all", "--simulate-gpu-rate", "100")]
     alone, finetuned, simulated = run_scripts(
-        tmp_path, *(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs)
+        *(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs)
     )
     assert [alone.returncode, finetuned.returncode] == [0, 0], alone.stderr + finetuned.stderr
     [line] = epochs_of(tmp_path)
@@ -395,7 +395,7 @@ def test_the_page_to_start_from(tmp_path: Path) -> None:
     make_pictures(tmp_path / "train", 64, 0)
     script = [RESNET50.parent / "train.py", tmp_path / "train", "--epochs", "1"]
     script += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", tmp_path / "run.pt"]
-    alone, ranked = run_scripts(tmp_path, (script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
+    alone, ranked = run_scripts((script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
     assert alone.returncode == 0, alone.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     assert ranked.returncode == 1
