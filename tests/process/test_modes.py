@@ -114,7 +114,7 @@ def test_guard_removed_a_smaller_image_is_served_under_another_short_side(
 ) -> None:
     """The parameters are not in the key."""
     key = Cache.key
-    monkeypatch.setattr(Cache, "key", lambda self, *parts, mode: key(Cache(self.path, mode), *parts))
+    monkeypatch.setattr(Cache, "key", lambda self, *parts, codec: key(Cache(self.path, "decoded"), *parts))
     before, _ = run(folder("decoded"))
     after, counters = run(folder("decoded", short_side=60))
     assert torch.equal(before, after) and counters.get("get.requests", 0) == 0
