@@ -156,34 +156,31 @@ def make(workers: int, dataset: Any = None, **options: Any) -> fastload.DataLoad
     )
 
 
-# Each number of workers before and after, and where the run ends. The other changes are in the long form.
-SOME_CHANGES = {(0, 2): 0, (1, 3): 2, (2, 1): 1, (3, 0): 1}
+# Each number of workers before and after, and the batches until the state: -1 stands for all.
+SOME_CHANGES = [(0, 2, 0), (1, 3, -1), (2, 1, 4), (3, 0, 4)]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    short_form(itertools.product(range(4), range(4)), lambda *change: change in SOME_CHANGES),
+    ("before", "after", "taken"),
+    short_form(itertools.product(range(4), range(4), (0, 4, -1)), lambda *change: change in SOME_CHANGES),
 )
-def test_resumed_with_the_very_next_sample(before: int, after: int) -> None:
+def test_resumed_with_the_very_next_sample(before: int, after: int, taken: int) -> None:
     """Also with other numbers of workers: the streams are those of the epoch's start, and so is the order."""
     whole = [[rows(batch) for batch in loader] for loader in [make(before)] * 2]
-    where = [0, 4, len(whole[1])]
-    some = SOME_CHANGES.get((before, after))
-    for taken in where if some is None else [where[some]]:
-        loader = make(before)
-        assert len(list(loader)) == len(whole[0])
-        iterator = iter(loader)
-        seen = [rows(batch) for batch in itertools.islice(iterator, taken)]
-        state = through_json(loader.state_dict())
-        resumed = make(after)
-        resumed.load_state_dict(state)
-        assert through_json(resumed.state_dict()) == state
-        iterator = iter(resumed)
-        assert streamed(resumed)
-        seen += [rows(batch) for batch in iterator]
-        assert seen == whole[1], f"{taken} batches were handed out"
-        assert once(flat(resumed))
-        assert resumed.sampler.epoch == 3  # type: ignore[attr-defined]
+    loader = make(before)
+    assert len(list(loader)) == len(whole[0])
+    iterator = iter(loader)
+    seen = [rows(batch) for batch in itertools.islice(iterator, taken if taken >= 0 else len(whole[1]))]
+    state = through_json(loader.state_dict())
+    resumed = make(after)
+    resumed.load_state_dict(state)
+    assert through_json(resumed.state_dict()) == state
+    iterator = iter(resumed)
+    assert streamed(resumed)
+    seen += [rows(batch) for batch in iterator]
+    assert seen == whole[1]
+    assert once(flat(resumed))
+    assert resumed.sampler.epoch == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
