@@ -92,7 +92,11 @@ def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
                     yield fastload._HOME[alias.name]
                 else:
                     yield inner if inner in modules else node.module
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fastload":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "fastload"
+        ):
             yield fastload._HOME.get(node.attr, "fastload")
 
 
