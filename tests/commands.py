@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fastload.cli.app import app
 from tests.patience import PATIENCE
 
-__all__ = ["answer", "command", "document", "run", "run_scripts", "script", "start", "store_words"]
+__all__ = ["Scripts", "answer", "command", "document", "run", "run_scripts", "script", "start", "store_words"]
 
 ROOT = Path(__file__).parents[1]
 # The tree of all commands is made once, as in a process of its own. To make it for each was half of its time.
@@ -93,14 +93,14 @@ def script(code: str, *arguments: object, environment: Mapping[str, str] | None 
 
 _FORKS = """
 import json, os, runpy, sys
-import torch.utils.data
+import torch._dynamo, torch.utils.data  # the first optimizer imports dynamo
 
-folder, runs = sys.argv[1], json.loads(sys.argv[2])
-for number, (words, variables) in enumerate(runs):
+for line in sys.stdin:
+    words, variables, *streams = json.loads(line)
     pid = os.fork()
     if pid == 0:
-        for descriptor, end in (1, "out"), (2, "err"):
-            os.dup2(os.open(f"{folder}/{number}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        for descriptor, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
         os.environ.update(variables)
         sys.argv = words
         sys.path[0] = os.path.dirname(words[0])
@@ -110,26 +110,44 @@ for number, (words, variables) in enumerate(runs):
 """
 
 
-def run_scripts(
-    folder: Path, *runs: tuple[list[Any], dict[str, str]]
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run scripts one after the other, each as (words, variables), and keep what they print in `folder`.
+class Scripts:
+    """Runs scripts one after the other, each as (words, variables).
 
     Each has a process of its own, forked from one that has torch, whose import takes 2 s, and no fastload.
     """
-    told = json.dumps([[[str(word) for word in words], variables] for words, variables in runs])
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS, folder, told],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    codes = list(map(int, done.stdout.split()))
-    assert (done.returncode, len(codes)) == (0, len(runs)), done.stderr
-    return [
-        subprocess.CompletedProcess(
-            words, code, (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text()
+
+    def __enter__(self) -> Scripts:
+        self._forks = subprocess.Popen(
+            [sys.executable, "-c", _FORKS],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        for number, ((words, _), code) in enumerate(zip(runs, codes, strict=True))
-    ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._forks:
+            self._forks.kill()
+
+    def run(
+        self, folder: Path, *runs: tuple[list[Any], dict[str, str]]
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """What each ended with and printed, which is kept in `folder`."""
+        assert self._forks.stdin and self._forks.stdout
+        done = []
+        for number, (script, variables) in enumerate(runs):
+            words, streams = [*map(str, script)], [folder / f"{number}.{end}" for end in ("out", "err")]
+            self._forks.stdin.write(json.dumps([words, variables, *map(str, streams)]) + "\n")
+            self._forks.stdin.flush()
+            code = int(self._forks.stdout.readline())
+            done.append(subprocess.CompletedProcess(words, code, *(path.read_text() for path in streams)))
+        return done
+
+
+def run_scripts(
+    folder: Path, *runs: tuple[list[Any], dict[str, str]]
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run scripts in forks of one process that has torch, and keep what they print in `folder`."""
+    with Scripts() as scripts:
+        return scripts.run(folder, *runs)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import tests.resnet50
-from tests.commands import run_scripts
+from tests.commands import Scripts
 from tests.patience import PATIENCE, wait_until
 from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 
@@ -338,7 +339,13 @@ def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
         assert [len(state["communication"]) for state in states] == [2, 2]
 
 
-def test_your_own_network_and_data(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with Scripts() as scripts:
+        yield scripts
+
+
+def test_your_own_network_and_data(scripts: Scripts, tmp_path: Path) -> None:
     """your_own.py: other data and another network, with the rest of the trainer."""
     generator = np.random.default_rng(0)
     for mode, count in (("train", 200), ("eval", 50)):
@@ -348,16 +355,11 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
             path = tmp_path / mode / f"{number}.bin"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(np.concatenate([[label], values]).astype("<f4").tobytes())
-    command = [
-        sys.executable,
-        str(RESNET50 / "your_own.py"),
-        str(tmp_path),
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
+    command = [RESNET50 / "your_own.py", tmp_path, "--cache", tmp_path / "cache"]
     command += ["--epochs", "4", "--batch-size", "20", "--warmup", "1", "--num-workers", "1"]
-    command += ["--out", str(tmp_path / "out"), "--target", "0.9"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    command += ["--out", tmp_path / "out", "--target", "0.9"]
+    [done] = scripts.run(tmp_path, (command, {}))
+    assert done.returncode == 0, done.stderr
     last = epochs_of(tmp_path)[-1]
     assert last["accuracy"] >= 0.9 and last["time to target"] > 0
     assert last["accuracy"] <= last["top-5"] <= 1 and 0.1 < last["confidence"] < 1
@@ -366,7 +368,7 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
 FILES = ["train.py", "step.py", "model.py", "optim.py", "ranks.py", "options.py"]
 
 
-def test_six_files_are_a_trainer(tmp_path: Path) -> None:
+def test_six_files_are_a_trainer(scripts: Scripts, tmp_path: Path) -> None:
     """Copied without extras/, they train; and then begin with these weights, for fewer classes."""
     for name in FILES:
         shutil.copy(RESNET50 / name, tmp_path / name)
@@ -379,7 +381,7 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     options += ["--num-workers", "1"]
     runs = [("all", "--out", tmp_path / "out"), ("some", "--init-from", tmp_path / "out" / "checkpoint.pt")]
     runs += [("all", "--simulate-gpu-rate", "100")]
-    alone, finetuned, simulated = run_scripts(
+    alone, finetuned, simulated = scripts.run(
         tmp_path, *(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs)
     )
     assert [alone.returncode, finetuned.returncode] == [0, 0], alone.stderr + finetuned.stderr
@@ -390,12 +392,12 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in simulated.stderr
 
 
-def test_the_page_to_start_from(tmp_path: Path) -> None:
+def test_the_page_to_start_from(scripts: Scripts, tmp_path: Path) -> None:
     """examples/train.py trains alone, and refuses to be one of several ranks that have not joined."""
     make_pictures(tmp_path / "train", 64, 0)
     script = [RESNET50.parent / "train.py", tmp_path / "train", "--epochs", "1"]
     script += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", tmp_path / "run.pt"]
-    alone, ranked = run_scripts(tmp_path, (script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
+    alone, ranked = scripts.run(tmp_path, (script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
     assert alone.returncode == 0, alone.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     assert ranked.returncode == 1
