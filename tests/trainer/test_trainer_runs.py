@@ -28,12 +28,16 @@ from extras.pictures import make_pictures  # isort: skip
 UPDATES = SAMPLES // BATCH  # of an epoch
 
 
+def told(directory: Path, *more: object) -> list[str]:
+    """The arguments of a short run in a folder."""
+    return [str(directory), "--out", str(directory / "out"), *QUICK, *map(str, more)]
+
+
 class Finished:
     """An undisturbed run of QUICK."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
-        arguments += ["--mllog", str(directory / "mllog.txt"), "--target", "2"]
+        arguments = told(directory, "--mllog", directory / "mllog.txt", "--target", 2)
         assert Ranks(size, directory, arguments).wait() == [0] * size
         self.log = (directory / "mllog.txt").read_text().splitlines()
         self.updates = updates_seen(directory, size, BATCH // size // 6)
@@ -110,8 +114,8 @@ def test_mlperfs_log_has_the_moments_of_the_run(unbroken: Finished) -> None:
 
 def test_another_batch_from_an_epoch_on(tmp_path: Path) -> None:
     """It is killed in the second epoch, whose passes have another size, and goes on."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "2", "--batch-size", "12"]
-    arguments += ["--batch-by-epoch", "1:8", "--checkpoint-steps", "3"]
+    arguments = told(tmp_path, "--epochs", 2, "--batch-size", 12, "--batch-by-epoch", "1:8")
+    arguments += ["--checkpoint-steps", "3"]
     assert Ranks(1, tmp_path, arguments, (0, 13)).wait() == [-signal.SIGKILL]
     before = updates_seen(tmp_path, 1, 1)
     assert Ranks(1, tmp_path, arguments).wait() == [0]
@@ -133,8 +137,8 @@ def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_al
     tmp_path: Path, launcher: str
 ) -> None:
     """Without evaluation too: the mean of what each rank has averaged over its own batches."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
-    arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
+    # Without a learning rate the first layer stays what it is.
+    arguments = told(tmp_path, "--epochs", 1, "--no-eval", "--base-lr", 0)
     assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
     assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
     assert sorted(chain(*updates_seen(tmp_path, 2, 1))) == list(range(SAMPLES))
@@ -154,8 +158,7 @@ def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_al
 
 def resume(directory: Path, size: int) -> list[dict[str, Any]]:
     """Start the run in `directory` again, up to its end; its report of each epoch."""
-    arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
-    assert Ranks(size, directory, arguments).wait() == [0] * size
+    assert Ranks(size, directory, told(directory)).wait() == [0] * size
     return epochs_of(directory)
 
 
@@ -173,8 +176,7 @@ def test_killed_and_resumed(
     unbroken: Finished, tmp_path: Path, killed: tuple[int, int], ranks_after: int
 ) -> None:
     """It continues with the sample after the checkpoint; on as many ranks, with equal numbers."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3"]
-    assert -signal.SIGKILL in Ranks(2, tmp_path, arguments, killed).wait()
+    assert -signal.SIGKILL in Ranks(2, tmp_path, told(tmp_path, "--checkpoint-steps", 3), killed).wait()
     reached = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["number"]
     assert killed[1] - 3 <= reached <= killed[1]
     before = updates_seen(tmp_path, 2, 1)[:reached]
@@ -195,8 +197,7 @@ def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Pat
     states = []
     for name, killed in (("whole", None), ("killed", (0, 2 * UPDATES + 17))):
         directory = tmp_path / name
-        arguments = [str(directory), "--out", str(directory / "out"), *QUICK, "--epochs", "2"]
-        arguments += ["--ema", "0.9", "--bn-batches", "5", "--checkpoint-steps", "2"]
+        arguments = told(directory, "--epochs", 2, "--ema", 0.9, "--bn-batches", 5, "--checkpoint-steps", 2)
         if killed is not None:
             assert Ranks(1, directory, arguments, killed).wait() == [-signal.SIGKILL]
             number = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)["number"]
@@ -211,9 +212,8 @@ def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Pat
 def test_another_target_continues_a_run(tmp_path: Path) -> None:
     """The run that reached its target ends at once; with a higher one it goes on. Each has one run_stop."""
     log = tmp_path / "mllog.txt"
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--mllog", str(log)]
     for target, epochs, status in (("0", 1, "success"), ("0", 1, "success"), ("2", 3, "aborted")):
-        assert Ranks(1, tmp_path, [*arguments, "--target", target]).wait() == [0]
+        assert Ranks(1, tmp_path, told(tmp_path, "--mllog", log, "--target", target)).wait() == [0]
         assert len(epochs_of(tmp_path)) == epochs
         events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
         stops = [event["metadata"]["status"] for event in events if event["key"] == "run_stop"]
@@ -240,8 +240,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(unbroken: Finished, tmp_path: Path) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1000"]
-    ranks = Ranks(2, tmp_path, arguments)
+    ranks = Ranks(2, tmp_path, told(tmp_path, "--epochs", 1000))
     wait_until((tmp_path / "out" / "epochs.jsonl").exists, "an epoch has ended")
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.wait() == [0, 0]
@@ -255,21 +254,15 @@ def test_another_batch_is_refused(unbroken: Finished, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     torch.save(unbroken.state, tmp_path / "out" / "checkpoint.pt")
     assert unbroken.state["global_batch"] == BATCH
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--global-batch", "24"]
-    assert Ranks(1, tmp_path, arguments).wait() == [1]
+    assert Ranks(1, tmp_path, told(tmp_path, "--global-batch", 24)).wait() == [1]
 
 
 @pytest.mark.stress  # torchrun in `make test`: test_trainer_demo; a death and SIGTERM: above
 def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, tmp_path: Path) -> None:
     """After the death of a rank torchrun restarts all, and they continue. At SIGTERM they save, and end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [
-        "--max-restarts=1",
-        "--monitor-interval=0.1",
-        str(Path(tests.resnet50.__file__)),
-        str(tmp_path),
-    ]
-    command += ["--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3", "--epochs", "100000"]
+    command += ["--max-restarts=1", "--monitor-interval=0.1", str(Path(tests.resnet50.__file__))]
+    command += told(tmp_path, "--checkpoint-steps", 3, "--epochs", 100_000)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         try:
@@ -291,8 +284,7 @@ def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, t
 @pytest.mark.parametrize("rate", ["1e9", pytest.param("400", marks=pytest.mark.stress)])
 def test_simulated_devices(tmp_path: Path, rate: str) -> None:
     """The rate of a device is the ceiling; the limit of an infinitely fast one is the loader."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--simulate-gpu-rate", rate]
-    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    assert Ranks(1, tmp_path, told(tmp_path, "--simulate-gpu-rate", rate)).wait() == [0]
     epochs = epochs_of(tmp_path)
     assert epochs[-1]["FPS after the first step"] <= float(rate) * 1.01
     assert epochs[-1]["ceiling per GPU"] == float(rate)
@@ -301,8 +293,7 @@ def test_simulated_devices(tmp_path: Path, rate: str) -> None:
 
 
 def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--synthetic", "--epochs", "2"]
-    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    assert Ranks(1, tmp_path, told(tmp_path, "--synthetic", "--epochs", 2)).wait() == [0]
     updates = updates_seen(tmp_path, 1, 2)
     assert len(updates) == 2 * UPDATES and len({tuple(update) for update in updates}) == 1
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
@@ -319,16 +310,7 @@ def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
     states = []
     for name, killed in (("whole", None), ("killed", (1, UPDATES + 4))):
         directory = tmp_path / name
-        arguments = [
-            str(directory),
-            "--out",
-            str(directory / "out"),
-            *QUICK,
-            *options,
-            "--checkpoint-steps",
-            "3",
-        ]
-        arguments += ["--epochs", "2"]
+        arguments = told(directory, *options, "--checkpoint-steps", 3, "--epochs", 2)
         if killed is not None:
             assert -signal.SIGKILL in Ranks(2, directory, arguments, killed).wait()
         assert Ranks(2, directory, arguments).wait() == [0, 0]

@@ -148,8 +148,14 @@ def test_packed_row_holds_its_values() -> None:
 # --- Epochs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (3, 2), (40, 1)])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "ranks", "shuffle"),
+    [
+        *((workers, ranks, True) for workers, ranks in [(1, 1), (3, 2), (40, 1)]),
+        (3, 2, False),
+        *(pytest.param(n, 1, False, marks=pytest.mark.stress) for n in (1, 40)),
+    ],
+)
 def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle: bool) -> None:
     """Also with more readers than files and row groups."""
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=3, shuffle_buffer=50))
