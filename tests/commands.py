@@ -1,4 +1,4 @@
-"""The command line, in this process or in one of its own; and scripts, which need one."""
+"""The command line, in this process or in one of its own; and scripts in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from fastload.cli.app import app
 from tests.patience import PATIENCE
-from tests.scripts import serve_scripts
 
-__all__ = ["answer", "command", "document", "run", "run_scripts", "script", "start", "store_words"]
+__all__ = ["answer", "command", "document", "run", "script", "start", "store_words"]
 
 ROOT = Path(__file__).parents[1]
 # The tree of all commands is made once, as in a process of its own. To make it for each was half of its time.
@@ -90,17 +89,3 @@ def script(code: str, *arguments: object, environment: Mapping[str, str] | None 
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def run_scripts(*runs: tuple[list[Any], dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
-    """Run scripts one after the other, each as (words, variables).
-
-    Each has a process of its own, forked from one that has torch, and no fastload.
-    """
-    done = []
-    with serve_scripts("import torch.utils.data") as scripts:
-        for words, variables in runs:
-            path = Path(words[0])
-            found = scripts.run(path.read_text(), *words[1:], path=path, variables=variables)
-            done.append(subprocess.CompletedProcess(words, *found))
-    return done

@@ -71,6 +71,7 @@ def rare_files() -> dict[str, bytes]:
     return {path.stem: path.read_bytes() for path in (Path(__file__).parent / "data/jpeg").glob("*.jpg")}
 
 
+@cache
 def variants(width: int = 161, height: int = 119) -> dict[str, bytes]:
     """The same odd-sized picture in every kind of JPEG that the decoders must agree on."""
     pixels = scene(width, height)

@@ -28,19 +28,8 @@ from tests.ports import free_port  # noqa: E402
 
 SAMPLES = 120
 BATCH = 12
-QUICK = [
-    "--epochs",
-    "3",
-    "--global-batch",
-    str(BATCH),
-    "--batch-size",
-    "6",
-    "--warmup",
-    "1",
-    "--num-workers",
-    "1",
-]
-QUICK += ["--base-lr", "2", "--ceiling-steps", "1", "--on-error", "raise", "--bucket-mb", "1"]
+QUICK = f"--epochs 3 --global-batch {BATCH} --batch-size 6 --warmup 1 --num-workers 1 --base-lr 2".split()
+QUICK += ["--ceiling-steps", "1", "--on-error", "raise", "--bucket-mb", "1"]
 
 
 class Points(torch.utils.data.Dataset[Any]):

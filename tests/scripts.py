@@ -115,6 +115,15 @@ class Scripts:
         out, err = script.communicate()
         return script.returncode, out, err
 
+    def run_files(self, *runs: tuple[list[Any], dict[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+        """Run files one after the other, each as (words, variables)."""
+        done = []
+        for words, variables in runs:
+            path = Path(words[0])
+            found = self.run(path.read_text(), *words[1:], path=path, variables=variables)
+            done.append(subprocess.CompletedProcess(words, *found))
+        return done
+
 
 @contextmanager
 def serve_scripts(imports: str = "from fastload import DataLoader, ImageFolder") -> Iterator[Scripts]:

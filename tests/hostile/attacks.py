@@ -140,8 +140,8 @@ def zeros(squeeze: Callable[[bytes], bytes], head: bytes = b"", tail: bytes = b"
 
 
 def empty(squeeze: Callable[[bytes], bytes], tail: bytes) -> bytes:
-    """1 MB of members without content, and one with it."""
-    return squeeze(b"") * (MB // len(squeeze(b""))) + squeeze(tail)
+    """256 KB of members without content, and one with it. Longer ones: unit/test_reading_time."""
+    return squeeze(b"") * (MB // 4 // len(squeeze(b""))) + squeeze(tail)
 
 
 def _tar() -> Attacks:

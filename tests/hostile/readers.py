@@ -369,12 +369,17 @@ def _tables() -> dict[str, Reader]:
     rows = [{"key": f"{n}.jpg", "label": n} for n in range(6)]
     csv = b"key,label\n" + b"".join(b"%d.jpg,%d\n" % (n, n) for n in range(6))
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    found = {"csv": csv, "jsonl": lines, "json": json.dumps(rows).encode()}
-    found |= {f"{end}.gz": gzip.compress(found[end]) for end in ("csv", "jsonl")}
-    found["parquet"] = parquet(pa.Table.from_pylist(rows))
+    found: dict[str, Callable[[], bytes]] = {
+        "csv": lambda: csv,
+        "jsonl": lambda: lines,
+        "json": lambda: json.dumps(rows).encode(),
+        "csv.gz": lambda: gzip.compress(csv),
+        "jsonl.gz": lambda: gzip.compress(lines),
+        "parquet": lambda: parquet(pa.Table.from_pylist(rows)),  # imports pandas
+    }
     return {
         f"table {end}": Reader(
-            lambda e=end: {f"t.{e}": found[e]},
+            lambda e=end: {f"t.{e}": found[e]()},
             f"t.{end}",
             epochs(lambda folder, e=end: fastload.TableDataset(folder / f"t.{e}", FIELDS, **LIMITED)),
         )

@@ -12,7 +12,7 @@ from tests.oracle.__main__ import differences, report, smallest
 from tests.oracle.jobs import random_job
 from tests.oracle.known import MEANT, name_of
 
-PARTS, JOBS = 4, 300  # tests, and the jobs of each; `make test` runs the first
+PARTS, JOBS = 12, 100  # tests, and the jobs of each; `make test` runs the first
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "differences.md"
 
 

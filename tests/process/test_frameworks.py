@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fastload import DataLoader, DistributedSampler
-from tests.commands import run_scripts
 from tests.kinds import photo
 from tests.loaderdata import Numbers
+from tests.scripts import serve_scripts
 
 
 def _row(index: int) -> torch.Tensor:
@@ -158,7 +158,8 @@ def test_warning_where_trainer_got_a_dataset_alone(tmp_path: Path) -> None:
     scripts = [tmp_path / f"train{number}.py" for number in range(len(cases))]
     for script, (names, workers) in zip(scripts, cases, strict=True):
         script.write_text(TRAINER.format(names=names, workers=workers))
-    done = run_scripts(*(([script, tmp_path / "photos"], {}) for script in scripts))
+    with serve_scripts("import torch.utils.data") as forks:
+        done = forks.run_files(*(([script, tmp_path / "photos"], {}) for script in scripts))
     assert [one.returncode for one in done] == [0] * len(cases), done
     sentence = "Trainer reads this ImageFolder through a torch.utils.data.DataLoader"
     assert [one.stderr.count(sentence) for one in done] == list(cases.values())

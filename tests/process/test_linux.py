@@ -18,7 +18,7 @@ import torch
 
 import fastload
 from fastload.metrics.machine import ANYWHERE, memory_file
-from tests.commands import run_scripts
+from tests.scripts import serve_scripts
 
 DOCTOR = "doctor --json"
 COMMANDS = ["bench . --json", "convert . /tmp/x --to tar --json", "cache info . --json"]
@@ -92,7 +92,8 @@ def played() -> dict[str, dict[str, Any]]:
             given = f"SYSTEM, MISSING, MODULES = {platform!r}, {missing!r}, {modules!r}\n"
             script.write_text(f"{given}COMMANDS = {[DOCTOR, *COMMANDS]!r}\n{ELSEWHERE}")
             runs.append(([script], {}))
-        done = run_scripts(*runs)
+        with serve_scripts("import torch.utils.data") as scripts:
+            done = scripts.run_files(*runs)
     assert not any(one.returncode for one in done), done
     return {system: json.loads(one.stdout) for system, one in zip(SYSTEMS, done, strict=True)}
 

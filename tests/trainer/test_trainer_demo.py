@@ -15,15 +15,19 @@ from tests.resnet50 import RESNET50
 
 
 @pytest.mark.parametrize(
-    ("images", "epochs", "target"), [(320, 3, 0.2), pytest.param(640, 5, 0.5, marks=pytest.mark.stress)]
+    ("images", "epochs", "target", "resolution"),
+    [
+        (320, 3, 0.2, "0:32,1:40"),
+        pytest.param(640, 5, 0.5, "0:48,2:64", marks=pytest.mark.stress),
+    ],
 )
 def test_two_ranks_learn_shapes_from_a_bucket(
-    tmp_path: Path, images: int, epochs: int, target: float
+    tmp_path: Path, images: int, epochs: int, target: float, resolution: str
 ) -> None:
     """Guessing is right in an eighth of all cases: there are eight classes. The full demo reaches 99 %."""
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path)]
     command += ["--images", str(images), "--epochs", str(epochs), "--target", str(target)]
-    command += ["--batch-size", "16"]
+    command += ["--batch-size", "16", "--resolution", resolution, "--ceiling-steps", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
     lines = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))

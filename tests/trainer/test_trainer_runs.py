@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,25 @@ import pytest
 import torch
 
 import tests.resnet50
-from tests.commands import run_scripts
 from tests.patience import PATIENCE, wait_until
 from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
+from tests.scripts import Scripts, serve_scripts
 
 from extras.pictures import make_pictures  # isort: skip
 
 UPDATES = SAMPLES // BATCH  # of an epoch
 
 
+def told(directory: Path, *more: object) -> list[str]:
+    """The arguments of a short run in a folder."""
+    return [str(directory), "--out", str(directory / "out"), *QUICK, *map(str, more)]
+
+
 class Finished:
     """An undisturbed run of QUICK."""
 
     def __init__(self, directory: Path, size: int) -> None:
-        arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
-        arguments += ["--mllog", str(directory / "mllog.txt"), "--target", "2"]
+        arguments = told(directory, "--mllog", directory / "mllog.txt", "--target", 2)
         assert Ranks(size, directory, arguments).wait() == [0] * size
         self.log = (directory / "mllog.txt").read_text().splitlines()
         self.updates = updates_seen(directory, size, BATCH // size // 6)
@@ -109,8 +114,8 @@ def test_mlperfs_log_has_the_moments_of_the_run(unbroken: Finished) -> None:
 
 def test_another_batch_from_an_epoch_on(tmp_path: Path) -> None:
     """It is killed in the second epoch, whose passes have another size, and goes on."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "2", "--batch-size", "12"]
-    arguments += ["--batch-by-epoch", "1:8", "--checkpoint-steps", "3"]
+    arguments = told(tmp_path, "--epochs", 2, "--batch-size", 12, "--batch-by-epoch", "1:8")
+    arguments += ["--checkpoint-steps", "3"]
     assert Ranks(1, tmp_path, arguments, (0, 13)).wait() == [-signal.SIGKILL]
     before = updates_seen(tmp_path, 1, 1)
     assert Ranks(1, tmp_path, arguments).wait() == [0]
@@ -132,8 +137,8 @@ def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_al
     tmp_path: Path, launcher: str
 ) -> None:
     """Without evaluation too: the mean of what each rank has averaged over its own batches."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
-    arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
+    # Without a learning rate the first layer stays what it is.
+    arguments = told(tmp_path, "--epochs", 1, "--no-eval", "--base-lr", 0)
     assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
     assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
     assert sorted(chain(*updates_seen(tmp_path, 2, 1))) == list(range(SAMPLES))
@@ -153,8 +158,7 @@ def test_ranks_of_other_launchers_join_and_a_checkpoint_has_the_statistics_of_al
 
 def resume(directory: Path, size: int) -> list[dict[str, Any]]:
     """Start the run in `directory` again, up to its end; its report of each epoch."""
-    arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
-    assert Ranks(size, directory, arguments).wait() == [0] * size
+    assert Ranks(size, directory, told(directory)).wait() == [0] * size
     return epochs_of(directory)
 
 
@@ -172,8 +176,7 @@ def test_killed_and_resumed(
     unbroken: Finished, tmp_path: Path, killed: tuple[int, int], ranks_after: int
 ) -> None:
     """It continues with the sample after the checkpoint; on as many ranks, with equal numbers."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3"]
-    assert -signal.SIGKILL in Ranks(2, tmp_path, arguments, killed).wait()
+    assert -signal.SIGKILL in Ranks(2, tmp_path, told(tmp_path, "--checkpoint-steps", 3), killed).wait()
     reached = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["number"]
     assert killed[1] - 3 <= reached <= killed[1]
     before = updates_seen(tmp_path, 2, 1)[:reached]
@@ -194,8 +197,7 @@ def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Pat
     states = []
     for name, killed in (("whole", None), ("killed", (0, 2 * UPDATES + 17))):
         directory = tmp_path / name
-        arguments = [str(directory), "--out", str(directory / "out"), *QUICK, "--epochs", "2"]
-        arguments += ["--ema", "0.9", "--bn-batches", "5", "--checkpoint-steps", "2"]
+        arguments = told(directory, "--epochs", 2, "--ema", 0.9, "--bn-batches", 5, "--checkpoint-steps", 2)
         if killed is not None:
             assert Ranks(1, directory, arguments, killed).wait() == [-signal.SIGKILL]
             number = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)["number"]
@@ -210,9 +212,8 @@ def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Pat
 def test_another_target_continues_a_run(tmp_path: Path) -> None:
     """The run that reached its target ends at once; with a higher one it goes on. Each has one run_stop."""
     log = tmp_path / "mllog.txt"
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--mllog", str(log)]
     for target, epochs, status in (("0", 1, "success"), ("0", 1, "success"), ("2", 3, "aborted")):
-        assert Ranks(1, tmp_path, [*arguments, "--target", target]).wait() == [0]
+        assert Ranks(1, tmp_path, told(tmp_path, "--mllog", log, "--target", target)).wait() == [0]
         assert len(epochs_of(tmp_path)) == epochs
         events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
         stops = [event["metadata"]["status"] for event in events if event["key"] == "run_stop"]
@@ -239,8 +240,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(unbroken: Finished, tmp_path: Path) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1000"]
-    ranks = Ranks(2, tmp_path, arguments)
+    ranks = Ranks(2, tmp_path, told(tmp_path, "--epochs", 1000))
     wait_until((tmp_path / "out" / "epochs.jsonl").exists, "an epoch has ended")
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.wait() == [0, 0]
@@ -254,21 +254,15 @@ def test_another_batch_is_refused(unbroken: Finished, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     torch.save(unbroken.state, tmp_path / "out" / "checkpoint.pt")
     assert unbroken.state["global_batch"] == BATCH
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--global-batch", "24"]
-    assert Ranks(1, tmp_path, arguments).wait() == [1]
+    assert Ranks(1, tmp_path, told(tmp_path, "--global-batch", 24)).wait() == [1]
 
 
 @pytest.mark.stress  # torchrun in `make test`: test_trainer_demo; a death and SIGTERM: above
 def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, tmp_path: Path) -> None:
     """After the death of a rank torchrun restarts all, and they continue. At SIGTERM they save, and end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [
-        "--max-restarts=1",
-        "--monitor-interval=0.1",
-        str(Path(tests.resnet50.__file__)),
-        str(tmp_path),
-    ]
-    command += ["--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3", "--epochs", "100000"]
+    command += ["--max-restarts=1", "--monitor-interval=0.1", str(Path(tests.resnet50.__file__))]
+    command += told(tmp_path, "--checkpoint-steps", 3, "--epochs", 100_000)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         try:
@@ -290,8 +284,7 @@ def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, t
 @pytest.mark.parametrize("rate", ["1e9", pytest.param("400", marks=pytest.mark.stress)])
 def test_simulated_devices(tmp_path: Path, rate: str) -> None:
     """The rate of a device is the ceiling; the limit of an infinitely fast one is the loader."""
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--simulate-gpu-rate", rate]
-    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    assert Ranks(1, tmp_path, told(tmp_path, "--simulate-gpu-rate", rate)).wait() == [0]
     epochs = epochs_of(tmp_path)
     assert epochs[-1]["FPS after the first step"] <= float(rate) * 1.01
     assert epochs[-1]["ceiling per GPU"] == float(rate)
@@ -300,8 +293,7 @@ def test_simulated_devices(tmp_path: Path, rate: str) -> None:
 
 
 def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--synthetic", "--epochs", "2"]
-    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    assert Ranks(1, tmp_path, told(tmp_path, "--synthetic", "--epochs", 2)).wait() == [0]
     updates = updates_seen(tmp_path, 1, 2)
     assert len(updates) == 2 * UPDATES and len({tuple(update) for update in updates}) == 1
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
@@ -318,16 +310,7 @@ def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
     states = []
     for name, killed in (("whole", None), ("killed", (1, UPDATES + 4))):
         directory = tmp_path / name
-        arguments = [
-            str(directory),
-            "--out",
-            str(directory / "out"),
-            *QUICK,
-            *options,
-            "--checkpoint-steps",
-            "3",
-        ]
-        arguments += ["--epochs", "2"]
+        arguments = told(directory, *options, "--checkpoint-steps", 3, "--epochs", 2)
         if killed is not None:
             assert -signal.SIGKILL in Ranks(2, directory, arguments, killed).wait()
         assert Ranks(2, directory, arguments).wait() == [0, 0]
@@ -338,7 +321,13 @@ def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
         assert [len(state["communication"]) for state in states] == [2, 2]
 
 
-def test_your_own_network_and_data(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with serve_scripts("import torch._dynamo, torch.utils.data") as scripts:  # dynamo: of the first optimizer
+        yield scripts
+
+
+def test_your_own_network_and_data(scripts: Scripts, tmp_path: Path) -> None:
     """your_own.py: other data and another network, with the rest of the trainer."""
     generator = np.random.default_rng(0)
     for mode, count in (("train", 200), ("eval", 50)):
@@ -348,16 +337,11 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
             path = tmp_path / mode / f"{number}.bin"
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(np.concatenate([[label], values]).astype("<f4").tobytes())
-    command = [
-        sys.executable,
-        str(RESNET50 / "your_own.py"),
-        str(tmp_path),
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
+    command = [RESNET50 / "your_own.py", tmp_path, "--cache", tmp_path / "cache"]
     command += ["--epochs", "4", "--batch-size", "20", "--warmup", "1", "--num-workers", "1"]
-    command += ["--out", str(tmp_path / "out"), "--target", "0.9"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    command += ["--out", tmp_path / "out", "--target", "0.9"]
+    [done] = scripts.run_files((command, {}))
+    assert done.returncode == 0, done.stderr
     last = epochs_of(tmp_path)[-1]
     assert last["accuracy"] >= 0.9 and last["time to target"] > 0
     assert last["accuracy"] <= last["top-5"] <= 1 and 0.1 < last["confidence"] < 1
@@ -366,7 +350,7 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
 FILES = ["train.py", "step.py", "model.py", "optim.py", "ranks.py", "options.py"]
 
 
-def test_six_files_are_a_trainer(tmp_path: Path) -> None:
+def test_six_files_are_a_trainer(scripts: Scripts, tmp_path: Path) -> None:
     """Copied without extras/, they train; and then begin with these weights, for fewer classes."""
     for name in FILES:
         shutil.copy(RESNET50 / name, tmp_path / name)
@@ -379,7 +363,7 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     options += ["--num-workers", "1"]
     runs = [("all", "--out", tmp_path / "out"), ("some", "--init-from", tmp_path / "out" / "checkpoint.pt")]
     runs += [("all", "--simulate-gpu-rate", "100")]
-    alone, finetuned, simulated = run_scripts(
+    alone, finetuned, simulated = scripts.run_files(
         *(([tmp_path / "train.py", tmp_path / url, *options, *more], {}) for url, *more in runs)
     )
     assert [alone.returncode, finetuned.returncode] == [0, 0], alone.stderr + finetuned.stderr
@@ -390,12 +374,12 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in simulated.stderr
 
 
-def test_the_page_to_start_from(tmp_path: Path) -> None:
+def test_the_page_to_start_from(scripts: Scripts, tmp_path: Path) -> None:
     """examples/train.py trains alone, and refuses to be one of several ranks that have not joined."""
     make_pictures(tmp_path / "train", 64, 0)
     script = [RESNET50.parent / "train.py", tmp_path / "train", "--epochs", "1"]
     script += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", tmp_path / "run.pt"]
-    alone, ranked = run_scripts((script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
+    alone, ranked = scripts.run_files((script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
     assert alone.returncode == 0, alone.stderr
     assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
     assert ranked.returncode == 1

@@ -19,7 +19,7 @@ from fastload.errors import ArgumentError
 from fastload.order.budget_batches import best_fit
 from tests.loaderdata import identity, through_json
 
-CASES = 10_000  # in ten parts, of which `make test` runs two
+CASES, PARTS = 10_000, 30  # `make test` runs two parts
 N = 90
 SIZES = np.random.default_rng(4).integers(1, 100, N)
 
@@ -192,9 +192,11 @@ def expected(batches: list[Any], ranks: int, drop_last: bool, first: int = 0) ->
     return padded[first : first + math.ceil(len(rest) / ranks) * ranks]
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(n, marks=pytest.mark.stress) for n in range(2, 10))])
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(n, marks=pytest.mark.stress) for n in range(2, PARTS))]
+)
 def test_batches_are_those_of_the_oracle_on_any_ranks(part: int) -> None:
-    for number in range(part, CASES, 10):
+    for number in range(part, CASES, PARTS):
         try:
             check_case(number)
         except Exception as error:

@@ -42,7 +42,7 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 100])
+@pytest.mark.parametrize("seed", [0, pytest.param(100, marks=pytest.mark.stress)])
 @pytest.mark.parametrize(
     ("crop", "least"),
     [
@@ -120,8 +120,15 @@ def test_missing_flip_is_seen() -> None:
     assert psnr(decoder.start(encoded)()[0], expected[0]) < 45
 
 
-@pytest.mark.parametrize(("ahead", "depth"), [(1, 1), (2, 4), (3, 2), (8, 1), (8, 4)])
-@pytest.mark.parametrize("bad", [set(), {0}, {3}, {1, 2, 3}, {0, 7}, {6, 7}])
+@pytest.mark.parametrize(
+    ("ahead", "depth", "bad"),
+    [
+        # Each place of a bad batch, and each depth, in `make test`; all pairs in `make stress`.
+        pytest.param(*way, bad, marks=[pytest.mark.stress] * ((i + j) % 3 > 0))
+        for i, way in enumerate([(1, 1), (2, 4), (3, 2), (8, 1), (8, 4)])
+        for j, bad in enumerate([set(), {0}, {3}, {1, 2, 3}, {0, 7}, {6, 7}])
+    ],
+)
 def test_a_bad_image_ends_the_pipeline_and_nothing_is_lost(ahead: int, depth: int, bad: set[int]) -> None:
     """Each batch equals the kernel's, or raises its own error, for any number of batches under way."""
     decoder, batches = _decoder(queue_depth=depth), _batches(bad)

@@ -148,8 +148,14 @@ def test_packed_row_holds_its_values() -> None:
 # --- Epochs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (3, 2), (40, 1)])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "ranks", "shuffle"),
+    [
+        *((workers, ranks, True) for workers, ranks in [(1, 1), (3, 2), (40, 1)]),
+        (3, 2, False),
+        *(pytest.param(n, 1, False, marks=pytest.mark.stress) for n in (1, 40)),
+    ],
+)
 def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle: bool) -> None:
     """Also with more readers than files and row groups."""
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=3, shuffle_buffer=50))
@@ -265,7 +271,9 @@ def test_null_is_not_in_values_as_pyarrow_has_it(tmp_path: Path) -> None:
     assert [data[i] for i in range(len(data))] == theirs == [1, 2]
 
 
-@pytest.mark.parametrize("kind", [pa.float32(), pa.float64(), pa.int8()])
+@pytest.mark.parametrize(
+    "kind", [pa.float32(), pytest.param(pa.float64(), marks=pytest.mark.stress), pa.int8()]
+)
 @pytest.mark.parametrize("operator", ["in", "not in", "=", "!=", "<", "<=", ">", ">="])
 def test_rows_that_pass_do_not_depend_on_the_row_groups(operator: str, kind: Any, tmp_path: Path) -> None:
     numbers = [1, 3, 2, 5, 1, 4] if pa.types.is_integer(kind) else [0.1, 0.05, 0.25, 0.5, 0.1, 0.9]

@@ -199,7 +199,10 @@ def test_evidence_that_proves_nothing_is_refused(tmp_path: Path) -> None:
             prove(side, alone.log)
 
 
-@pytest.mark.parametrize("epochs", [(64, 65), (65, 64), (64, 63), (70, 129)])
+@pytest.mark.parametrize(
+    "epochs",
+    [(64, 65), (65, 64), *(pytest.param(n, marks=pytest.mark.stress) for n in [(64, 63), (70, 129)])],
+)
 def test_other_global_batch_is_the_same_in_runs_of_many_epochs(epochs: tuple[int, int]) -> None:
     """A state then has sums of several epochs, and those of two runs begin at other epochs."""
     states = []

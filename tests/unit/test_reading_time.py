@@ -54,7 +54,10 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
+# Those of gzip with a byte of content take the way of the empty ones and of those before zeros.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.stress] * (kind == "gzip")) for kind in MEMBERS]
+)
 def test_many_small_members_take_linear_time(kind: str) -> None:
     """4 MiB of them took 8 s and more: the end of each member copied all that followed."""
     count = (4 << 20) // len(MEMBERS[kind])

@@ -608,7 +608,10 @@ def test_ranks_on_two_nodes_of_mpirun_ask_for_an_address(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("variant", ["b", "d"])
 @pytest.mark.parametrize("blur", [False, True])
-@pytest.mark.parametrize("name", sorted(model.MODELS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.stress] * (n == "resnet50")) for n in sorted(model.MODELS)],
+)
 def test_models_at_two_resolutions(name: str, variant: str, blur: bool) -> None:
     with torch.device("meta"):
         network = model.MODELS[name](classes=10, variant=variant, blur=blur)
