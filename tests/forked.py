@@ -31,12 +31,16 @@ class Forked:
         cwd: Path | None = None,
         **_: Any,
     ) -> None:
-        streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
+        self._streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run_main, args=(words[2:], dict(env), streams, cwd)
+            target=_run_main, args=(words[2:], dict(env), self._streams, cwd)
         )
         self._process.start()
         self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -46,6 +50,12 @@ class Forked:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("fastload", timeout or 0)
         return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it wrote, once it has ended."""
+        self.wait(timeout)
+        out, err = (Path(name).read_text() for name in self._streams)
+        return out, err
 
 
 def _run_main(words: list[str], env: dict[str, str], streams: tuple[str, str], cwd: Path | None) -> None:

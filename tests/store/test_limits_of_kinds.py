@@ -77,7 +77,11 @@ ELSEWHERE = [(workers, part) for workers in (0, 2, 3) for part in (0.1, 0.4, 0.9
 @pytest.mark.parametrize(
     ("workers", "part"), [(1, 0.6), *(pytest.param(*one, marks=pytest.mark.stress) for one in ELSEWHERE)]
 )
-@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=[pytest.mark.stress] * (one.name in ("mds", "litdata"))) for one in CHOSEN],
+    ids=lambda kind: kind.name,
+)
 def test_limit_stops_in_time_and_the_state_goes_on_with_each_sample_once(
     kind: Kind, server: FaultServer, tmp_path: Path, workers: int, part: float
 ) -> None:

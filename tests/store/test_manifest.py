@@ -226,7 +226,11 @@ def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "saved"), [("fork", False), ("forkserver", False), ("fork", True), ("spawn", True)]
+    ("method", "saved"),
+    [
+        *(("fork", False), ("forkserver", False), ("fork", True), ("forkserver", True)),
+        pytest.param("spawn", True, marks=pytest.mark.stress),
+    ],
 )
 def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
     """Whether it was made in memory, or saved to a file."""

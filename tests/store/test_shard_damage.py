@@ -52,7 +52,16 @@ def test_record_damaged_on_the_way_is_read_again(tmp_path: Path) -> None:
         assert epoch(streamed) == (list(range(TOTAL)), [])
 
 
-@pytest.mark.parametrize("way", ["streamed", "at random"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *(("tar", "streamed"), ("tfrecord", "at random")),
+        *(
+            pytest.param(*one, marks=pytest.mark.stress)
+            for one in (("tar", "at random"), ("tfrecord", "streamed"))
+        ),
+    ],
+)
 def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(kind: str, way: str, tmp_path: Path) -> None:
     """Where a header was damaged, nobody knew what followed. This run keeps its numbers, and says so."""
     with FaultServer(shards(kind)) as server:
@@ -107,7 +116,7 @@ def test_damage_of_the_shard_itself_stays_and_is_looked_at_once_a_run(kind: str,
         following = opened(kind, server, cache=tmp_path)
         assert not following._streams().must_stream() and len(following) == len(good) + 1
         before = server.count(key)
-        for _ in range(3):
+        for _ in range(2):
             found, errors = filled(following, list(range(len(following))))
             assert (sorted(found), errors) == (sorted(good), bad)
         assert server.count(key) == before + 1

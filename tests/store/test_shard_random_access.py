@@ -36,7 +36,13 @@ pytestmark = pytest.mark.usefixtures("close_all")
 # --- The cache, and numbers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["auto", "decoded"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("tar", "auto"), ("tfrecord", "decoded")),
+        *(pytest.param(*one, marks=pytest.mark.stress) for one in (("tar", "decoded"), ("tfrecord", "auto"))),
+    ],
+)
 def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
     """The same pixels as the streams gave, no request for data, in this process and in a new one."""
     with FaultServer(shards(kind)) as server:
