@@ -34,6 +34,7 @@ from fastload.store import failures, fsspec
 from fastload.store import object_store as native
 from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
+from tests.forked import start_afresh
 from tests.patience import PATIENCE
 
 CLIENTS = ["obstore", "s3fs"]
@@ -385,6 +386,7 @@ def set_read_timeout(client: dict[str, Any], seconds: float) -> None:
 def main(folder: Path, client_name: str, long: bool) -> None:
     """Run the cases of a client: one JSON document each in CLIENT.out, and its log in CLIENT.err."""
     os.setsid()
+    start_afresh()
     for number, end in ((1, "out"), (2, "err")):
         with (folder / f"{client_name}.{end}").open("w") as file:
             os.dup2(file.fileno(), number)

@@ -65,6 +65,13 @@ def _run_main(words: list[str], env: dict[str, str], streams: tuple[str, str], c
     run_program(main, words, env, cwd)
 
 
+def start_afresh() -> None:
+    """Let a forked process be as one that Python starts: its workers are forks, too."""
+    multiprocessing.set_start_method(None, force=True)
+    torch.set_num_threads(1)
+    launcher._forked = False  # it has no connection of the process that it is a fork of
+
+
 def run_program(
     program: Callable[[], object], words: list[str], env: Mapping[str, str], cwd: Path | None
 ) -> None:
@@ -73,9 +80,7 @@ def run_program(
     os.environ.update(env)
     if cwd is not None:
         os.chdir(cwd)
-    multiprocessing.set_start_method(None, force=True)
-    torch.set_num_threads(1)
-    launcher._forked = False  # it has no connection of the process that it is a fork of
+    start_afresh()
     sys.argv = words
     try:
         program()

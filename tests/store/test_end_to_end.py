@@ -17,6 +17,7 @@ import torch
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.errors import ArgumentError, CacheError, FastloadError, NotFoundError
 from tests.bucketdata import PHOTOS, Bucket, digest
+from tests.forked import start_afresh
 from tests.loaderdata import Stream
 from tests.patience import PATIENCE
 
@@ -105,6 +106,7 @@ def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -
 
 def train(cache: Path, options: dict[str, Any], say: Connection) -> None:
     """Read all photos, and tell the size of each batch."""
+    start_afresh()
     dataset = ObjectDataset("s3://photos", cache=cache, storage_options=options)
     say.send("start")
     for batch in DataLoader(dataset, 2, shuffle=True, num_workers=2, collate_fn=list):

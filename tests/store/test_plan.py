@@ -33,7 +33,7 @@ from tests.commands import answer, store_words
 from tests.photos import png
 from tests.sharddata import write
 
-IMAGES = 64
+IMAGES = 120
 # Figures as measured on 138 KB JPEGs, 20 ms away.
 DATA = Data(1_000_000, 138_000, 0.022, 0.0004)
 MODE = Mode(138_000, 0.0, 0.00002, 0.001)
