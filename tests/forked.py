@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from fastload.distributed import launcher
 
 
 class Forked:
-    """`python -m fastload` as of `subprocess.Popen`, but forked from a server that has imported torch."""
+    """`python -m fastload`, or a script, as of `subprocess.Popen`, but a fork of a process with torch."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Forked:
     ) -> None:
         self._streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run_main, args=(words[2:], dict(env), self._streams, cwd)
+            target=_run_main, args=(words[1:], dict(env), self._streams, cwd)
         )
         self._process.start()
         self.pid = self._process.pid or 0
@@ -62,7 +63,10 @@ def _run_main(words: list[str], env: dict[str, str], streams: tuple[str, str], c
     os.setsid()
     for descriptor, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    run_program(main, words, env, cwd)
+    if words[0] == "-m":  # fastload
+        run_program(main, words[1:], env, cwd)
+    else:
+        run_program(lambda: runpy.run_path(words[0], run_name="__main__"), words, env, cwd)
 
 
 def start_afresh() -> None:

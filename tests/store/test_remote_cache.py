@@ -383,7 +383,7 @@ from fastload import Cache, open_store
 from fastload.cache.remote import remote_of
 path, options = json.loads(sys.argv[1])
 cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
-remote_of(cache).pull("a loader", list)
+remote_of(cache).pull(Cache, list)  # as if a loader read with it
 for number in range(20):
     cache.write(cache.key(str(number)), b"x" * 3000)
 """
