@@ -24,6 +24,7 @@ from fastload.distributed import launcher
 from fastload.errors import ArgumentError, StoreError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
+from tests.storedata import stress
 
 OBJECTS = {f"cat/{i}.jpg": b"%d" % i for i in range(3)} | {"dog/0.jpg": b"dog"}
 
@@ -71,11 +72,8 @@ def seen(dataset: Any) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *((folder, change) for change in CHANGES),
-        *(
-            pytest.param(objects, change, marks=[pytest.mark.stress] * (change is not replace))
-            for change in CHANGES
-        ),
+        *(*((folder, change) for change in CHANGES), (objects, replace)),
+        *stress(*((objects, change) for change in CHANGES[1:])),
     ],
 )
 def test_the_next_run_sees_a_change(

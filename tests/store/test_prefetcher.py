@@ -33,6 +33,7 @@ from fastload.store.local import LocalStore
 from tests.cachedata import segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, interrupt_when, wait_until
+from tests.storedata import stress
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
 IN_RANGES = ReadSettings(large_object=3000, range_size=1000)
@@ -159,7 +160,7 @@ def test_the_kernel_reads_cached_samples_itself_and_a_damaged_record_is_read_aga
     dataset.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.stress) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *stress(2, 3)])
 def test_requests_and_cancellations_in_any_order_lose_and_keep_nothing(
     seed: int, tmp_path: Path, no_leaks: None
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from tests.bucketdata import Bucket
 from tests.cachedata import fill
 from tests.commands import script as run_script
 from tests.faultserver import LIST, Fault, FaultServer
+from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
@@ -50,35 +52,19 @@ def ended(no_leaks: None) -> Iterator[None]:
     close_all()
 
 
-class ForkedJob:
-    """A process that pulls or pushes, as of `subprocess.Popen`, but forked from one that has all modules."""
+class ForkedJob(Forked):
+    """A process that pulls or pushes, forked from one that has all modules."""
 
     def __init__(self, words: list[str], *, stdin: IO[bytes], stdout: IO[bytes], process_group: int) -> None:
-        self._job = os.fdopen(os.dup(stdin.fileno()))
-        files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (self._job, stdout)]
-        self._process = multiprocessing.get_context("forkserver").Process(target=do_job, args=files)
+        arguments = stdin.read(), f"/proc/{os.getpid()}/fd/{stdout.fileno()}"
+        self._process = multiprocessing.get_context("forkserver").Process(target=do_job, args=arguments)
         self._process.start()
         self.terminate, self.kill = self._process.terminate, self._process.kill
 
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
 
-    def poll(self) -> int | None:
-        return self.wait(0)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        if self._process.exitcode is not None:
-            self._job.close()
-        elif timeout:
-            raise subprocess.TimeoutExpired("a job", timeout)
-        return self._process.exitcode
-
-
-def do_job(job: str, result: str) -> None:
-    with Path(job).open() as sys.stdin, Path(result).open("w") as sys.stdout:
-        remote_module._end_with = lambda trainer: None  # its parent is the server of forks
+def do_job(job: bytes, result: str) -> None:
+    remote_module._end_with = lambda trainer: None  # its parent is the server of forks
+    with io.TextIOWrapper(io.BytesIO(job)) as sys.stdin, Path(result).open("w") as sys.stdout:
         remote_module.main()
 
 

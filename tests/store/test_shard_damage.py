@@ -11,6 +11,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import DecodeError
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import COUNTS, LABEL, TOTAL, labels, opened, ordinary, read, shards
+from tests.storedata import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -54,13 +55,7 @@ def test_record_damaged_on_the_way_is_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [
-        *(("tar", "streamed"), ("tfrecord", "at random")),
-        *(
-            pytest.param(*one, marks=pytest.mark.stress)
-            for one in (("tar", "at random"), ("tfrecord", "streamed"))
-        ),
-    ],
+    [("tar", "streamed"), ("tfrecord", "at random"), *stress(("tar", "at random"), ("tfrecord", "streamed"))],
 )
 def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(kind: str, way: str, tmp_path: Path) -> None:
     """Where a header was damaged, nobody knew what followed. This run keeps its numbers, and says so."""

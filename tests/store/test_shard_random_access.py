@@ -29,6 +29,7 @@ from tests.sharddata import (
     shards,
     write,
 )
+from tests.storedata import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -38,10 +39,7 @@ pytestmark = pytest.mark.usefixtures("close_all")
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [
-        *(("tar", "auto"), ("tfrecord", "decoded")),
-        *(pytest.param(*one, marks=pytest.mark.stress) for one in (("tar", "decoded"), ("tfrecord", "auto"))),
-    ],
+    [("tar", "auto"), ("tfrecord", "decoded"), *stress(("tar", "decoded"), ("tfrecord", "auto"))],
 )
 def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
     """The same pixels as the streams gave, no request for data, in this process and in a new one."""

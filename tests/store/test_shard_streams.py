@@ -32,6 +32,7 @@ from tests.sharddata import (
     shards,
     write,
 )
+from tests.storedata import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -155,7 +156,7 @@ def test_faults_that_pass_are_retried_unseen(kind: str, small_pieces: None) -> N
     ("kind", "honours_if_match"),
     [
         *(*((kind, True) for kind in ALL_KINDS), ("tar", False)),
-        *(pytest.param(kind, False, marks=pytest.mark.stress) for kind in ALL_KINDS[1:]),
+        *stress(("tfrecord", False), ("parquet", False)),
     ],
 )
 def test_a_shard_that_changes_while_it_is_read_is_an_error(
