@@ -257,7 +257,9 @@ class OnS3(NamedTuple):
 @pytest.fixture
 def s3(bucket: Bucket, photos: Path) -> Iterator[OnS3]:
     name = photos.parent.name
-    shutil.copytree(photos, bucket.root / "bucket" / name / "photos")
+    store = fastload.open_store(f"s3://bucket/{name}/photos", **bucket.options)
+    for path in photos.rglob("*.jpg"):  # by the server, which would not see at once what another one writes
+        store.write(str(path.relative_to(photos)), path)
     with delay_proxy(bucket.server.endpoint_url, 0.02) as proxy:
         words = store_words(bucket.options | {"endpoint_url": proxy.url}, "--storage-option", "--dst-option")
         yield OnS3(f"s3://bucket/{name}", bucket.root / "bucket" / name, words)
