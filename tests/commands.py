@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import typer.testing
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
+from tests.forked import Forked
 from tests.patience import PATIENCE
 
 __all__ = ["answer", "command", "document", "run", "script", "start", "store_words"]
@@ -60,21 +62,18 @@ def store_words(options: Mapping[str, Any], *names: str) -> list[str]:
 
 
 @contextmanager
-def start(*words: object) -> Iterator[subprocess.Popen[str]]:
-    """`fastload WORDS` in a process and a session of its own, which is killed if it outlives the block."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "fastload", *map(str, words)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as running:
+def start(*words: object) -> Iterator[Forked]:
+    """`python -m fastload WORDS` in a process and a session of its own, killed if it outlives the block."""
+    command = [sys.executable, "-m", "fastload", *map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "out").open("w") as out, (Path(folder) / "err").open("w") as err:
+            running = Forked(command, env=os.environ, stdout=out, stderr=err, cwd=ROOT)
         try:
             yield running
         finally:
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGKILL)
+                running.wait(PATIENCE)
 
 
 def script(code: str, *arguments: object, environment: Mapping[str, str] | None = None) -> str:

@@ -1,11 +1,8 @@
-"""What stores do wrong, through the whole loader: run as a script, one JSON document per case.
+"""What stores do wrong, through the whole loader: one JSON document per case.
 
-    python -m tests.engine_cases FOLDER    writes obstore.out, s3fs.out and their logs, *.err
-
-Both clients run at once, each in a process of its own, which never uses a native client: its workers start
-by fork, the default, and inherit the short patience that is set here. Each case reads every object with two
-workers (one with s3fs, whose start in a worker takes longer than all that it reads), hashes what it got, and
-looks for what was left behind.
+Each client runs in a process of its own, which never uses a native client: its workers start by fork, the
+default, and inherit the short patience that is set here. Each case reads every object with a worker, the
+clean one with two, hashes what it got, and looks for what was left behind.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import gc
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import random
 import sys
@@ -29,6 +25,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 import fastload
 from fastload.fetch import threads
 from fastload.fetch.threads import ReadSettings
@@ -36,6 +34,7 @@ from fastload.store import failures, fsspec
 from fastload.store import object_store as native
 from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
+from tests.forked import start_afresh
 from tests.patience import PATIENCE
 
 CLIENTS = ["obstore", "s3fs"]
@@ -85,12 +84,12 @@ def load(server: FaultServer, client: dict[str, Any], **arguments: Any) -> dict[
     """One epoch; what came of it."""
     given = {"key": KEY, "secret": SECRET, "endpoint_url": server.endpoint_url, **client}
     given.update(arguments.pop("storage_options", {}))
+    workers = arguments.pop("workers", 1)
     before_read: Callable[[Any], None] = arguments.pop("before_read", lambda dataset: None)
     loader_arguments = {name: arguments.pop(name) for name in ("on_error",) if name in arguments}
     dataset = fastload.ObjectDataset("s3://bucket", storage_options=given, **arguments)
     before_read(dataset)
     server.requests.clear()
-    workers = 1 if client else 2
     loader = fastload.DataLoader(dataset, 4, num_workers=workers, collate_fn=collate, **loader_arguments)
     found: list[str] = []
     error: Exception | None = None
@@ -160,7 +159,7 @@ passing("XML in a 200", Fault(body=XML))
 passing("long XML in a 200", Fault(body=XML + b" " * 9000))
 passing("short 200", Fault(body=BODY[:1000]))
 
-scripted("clean")
+scripted("clean", workers=2)
 scripted("500 for ever", Fault(status=500), repeat=True)
 scripted("stall", Fault(stall_after=500))
 scripted("stalls for ever", Fault(stall_after=500), repeat=True)
@@ -257,7 +256,7 @@ def old_first() -> dict[str, Any]:
     global _asked
     _asked += 1
     credentials = provider()
-    in_worker = multiprocessing.parent_process() is not None
+    in_worker = get_worker_info() is not None
     return credentials | ({"token": "an-earlier-token"} if in_worker and _asked == 1 else {})
 
 
@@ -297,6 +296,25 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
             storage_options={"hedge": True},
             before_read=lambda _: server.script("0020", Fault(delay=3)),
         )
+
+
+# What is above the clients, with the slower one of them: only for `make stress`.
+OF_THE_ENGINE = (
+    "stalls for ever",
+    "404, skipped",
+    "cached",
+    "hedged",
+    "changed, refresh",
+    "deleted, refresh",
+)
+
+
+def is_long(name: str, client: str) -> bool:
+    return name.startswith("guard removed") or (client == "s3fs" and name in OF_THE_ENGINE)
+
+
+# With DEBUG, s3fs logs 5 MB, a quarter of the time: these cases are for what its log shows.
+LOGGED = ("clean", "403", "expired, static", "faults that pass")
 
 
 # A guard is removed, and the harm that it prevents happens. Only for `make stress`.
@@ -365,15 +383,23 @@ def set_read_timeout(client: dict[str, Any], seconds: float) -> None:
         native._READER = {**native._READER, "client": patience}
 
 
-def main(client_name: str, guards_removed: bool) -> None:
+def main(folder: Path, client_name: str, long: bool) -> None:
+    """Run the cases of a client: one JSON document each in CLIENT.out, and its log in CLIENT.err."""
+    os.setsid()
+    start_afresh()
+    for number, end in ((1, "out"), (2, "err")):
+        with (folder / f"{client_name}.{end}").open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.modules.pop("obstore", None)  # the server of forks has it
     warnings.simplefilter("error")
-    logging.basicConfig(level=logging.DEBUG)  # to stderr, from the workers too
+    logging.basicConfig(stream=os.fdopen(2, "w"))  # from the workers too
     failures.READ_POLICY = LONG
     client: dict[str, Any] = {"client": "s3fs"} if client_name == "s3fs" else {}
     gc.freeze()  # every case collects garbage, and searching all of torch takes 0.1 to 0.4 s
     for name, run in CASES.items():
-        if name.startswith("guard removed") is not guards_removed:
+        if is_long(name, client_name) is not long:
             continue
+        logging.getLogger().setLevel(logging.DEBUG if long or not client or name in LOGGED else logging.INFO)
         # Most cases count requests, and a read that a loaded machine delays is not to be asked for again.
         set_read_timeout(client, 0.5 if "stall" in name else 20.0)
         before = held()
@@ -387,22 +413,4 @@ def main(client_name: str, guards_removed: bool) -> None:
         result["left"] = left_behind(before)
         threads = [thread.name for thread in threading.enumerate()]
         result["native"] = "obstore" in sys.modules or "fsspecIO" in threads
-        print(json.dumps([name, result]), flush=True)  # noqa: T201
-
-
-def both(folder: Path, guards_removed: bool) -> int:
-    """Run the cases with each client; the processes that failed."""
-    pids = []
-    for client in CLIENTS:
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            for number, end in ((1, "out"), (2, "err")):
-                with (folder / f"{client}.{end}").open("w") as file:
-                    os.dup2(file.fileno(), number)
-            main(client, guards_removed)
-            return 0
-    return sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
-
-
-if __name__ == "__main__":
-    sys.exit(both(Path(sys.argv[1]), "guards-removed" in sys.argv))
+        os.write(1, f"{json.dumps([name, result])}\n".encode())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import socket
 import struct
@@ -37,6 +38,11 @@ _NO_BUCKET = "\0no bucket"
 _REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
 _REASONS |= {412: "Precondition Failed", 416: "Range Not Satisfiable", 500: "Internal Server Error"}
 _REASONS |= {503: "Service Unavailable"}
+
+
+@functools.lru_cache(64)
+def _md5(body: bytes) -> str:
+    return hashlib.md5(body).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class FaultServer:
 
     def etag(self, key: str) -> str:
         """The ETag of an object, without quotes."""
-        return hashlib.md5(self.objects[key]).hexdigest()
+        return _md5(self.objects[key])
 
     def __enter__(self) -> FaultServer:
         self._thread.start()

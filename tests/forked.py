@@ -5,24 +5,22 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastload.cli.app  # noqa: F401 - its forks have it
-from fastload.cli import main
 from fastload.distributed import launcher
 
 
 class Forked:
-    """`python -m fastload` as of `subprocess.Popen`, but forked from a server that has imported torch.
-
-    `program` is what runs in its place.
-    """
+    """`python -m MODULE`, or a script, as of `subprocess.Popen`, but a fork of a process with torch."""
 
     def __init__(
         self,
@@ -32,15 +30,18 @@ class Forked:
         stdout: Any,
         stderr: Any = subprocess.STDOUT,
         cwd: Path | None = None,
-        program: Callable[[], object] = main,
         **_: Any,
     ) -> None:
-        streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
+        self._streams = (stdout.name, stdout.name if stderr == subprocess.STDOUT else stderr.name)
         self._process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(program, words[2:], dict(env), streams, cwd)
+            target=_run, args=(words[1:], dict(env), self._streams, cwd)
         )
         self._process.start()
         self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -51,18 +52,31 @@ class Forked:
             raise subprocess.TimeoutExpired("fastload", timeout or 0)
         return self._process.exitcode
 
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it wrote, once it has ended."""
+        self.wait(timeout)
+        out, err = (Path(name).read_text() for name in self._streams)
+        return out, err
 
-def _run(
-    program: Callable[[], object],
-    words: list[str],
-    env: dict[str, str],
-    streams: tuple[str, str],
-    cwd: Path | None,
-) -> None:
+
+def _run(words: list[str], env: dict[str, str], streams: tuple[str, str], cwd: Path | None) -> None:
     os.setsid()
     for descriptor, name in enumerate(streams, 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    run_program(program, words, env, cwd)
+    is_module = words[0] == "-m"
+    run = (
+        partial(runpy.run_module, words[1], alter_sys=True)
+        if is_module
+        else partial(runpy.run_path, words[0])
+    )
+    run_program(lambda: run(run_name="__main__"), words[is_module:], env, cwd)
+
+
+def start_afresh() -> None:
+    """Let a forked process be as one that Python starts: its workers are forks, too."""
+    multiprocessing.set_start_method(None, force=True)
+    torch.set_num_threads(1)
+    launcher._forked = False  # it has no connection of the process that it is a fork of
 
 
 def run_program(
@@ -73,9 +87,7 @@ def run_program(
     os.environ.update(env)
     if cwd is not None:
         os.chdir(cwd)
-    multiprocessing.set_start_method(None, force=True)
-    torch.set_num_threads(1)
-    launcher._forked = False  # it has no connection of the process that it is a fork of
+    start_afresh()
     sys.argv = words
     try:
         program()

@@ -6,9 +6,11 @@ It is long, as machines are shared: nothing waits that long while all is well.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -24,6 +26,18 @@ def wait_until(condition: Callable[[], T], what: str) -> T:
         assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s it was not so: {what}"
         time.sleep(0.01)
     return value
+
+
+def interrupt_when(condition: Callable[[], Any]) -> threading.Thread:
+    """Ctrl-C, as this process gets it, once the condition holds."""
+
+    def interrupt() -> None:
+        wait_until(condition, "what is to be interrupted has begun")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    return thread
 
 
 def runs(process: psutil.Process) -> bool:

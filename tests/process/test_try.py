@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastload.cli import main, trial
+from fastload.cli import trial
 from fastload.cli.demo.photos import make_dataset
 from tests.commands import command
 from tests.forked import Forked
@@ -100,14 +100,14 @@ def fastload(
 
 
 def forked(
-    *arguments: object, cwd: Path | None = None, program: Any = main, **variables: str
+    *arguments: object, cwd: Path | None = None, module: str = "fastload", **variables: str
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `python -m fastload ARGUMENTS`, or of another program, forked."""
+    """(exit code, stdout, stderr) of `python -m MODULE ARGUMENTS`, forked."""
     folder = Path(tempfile.mkdtemp())
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        words = [sys.executable, "-m", "fastload", *map(str, arguments)]
+        words = [sys.executable, "-m", module, *map(str, arguments)]
         env = os.environ | variables
-        code = Forked(words, env=env, stdout=out, stderr=err, cwd=cwd, program=program).wait(PATIENCE)
+        code = Forked(words, env=env, stdout=out, stderr=err, cwd=cwd).wait(PATIENCE)
     return code, Path(out.name).read_text(), Path(err.name).read_text()
 
 
@@ -270,14 +270,8 @@ os._exit(0)  # without gloo's teardown, which aborts now and then
 )
 def test_torchrun(write: Any, way: list[str]) -> None:
     run = ["--nproc-per-node=2", "--standalone", "--local-addr=127.0.0.1"]
-    _, out, err = forked(*run, *way, write(RANKS), program=_torchrun)
+    _, out, err = forked(*run, *way, write(RANKS), module="torch.distributed.run")
     assert out == f"('{OURS}', [[0, 2], [4, 6]]) ('{OURS}', [[1, 3], [5, 7]])\n", err
-
-
-def _torchrun() -> None:
-    from torch.distributed.run import main
-
-    main()
 
 
 def test_commands_are_commands(write: Any, tmp_path: Path) -> None:

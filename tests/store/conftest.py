@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -13,6 +15,13 @@ from fastload.store import object_store as native
 from tests.bucketdata import Bucket
 from tests.faultserver import FaultServer
 from tests.sharddata import close_all, kind, small_pieces  # noqa: F401 - fixtures
+
+
+@pytest.fixture(scope="session", autouse=True)
+def s3fs_is_imported() -> None:
+    """Clients are forks of this process: each that uses s3fs would import it, which takes 0.5 s."""
+    with suppress(ImportError):
+        importlib.import_module("s3fs")
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bench(folder: Path, tmp_path: Path) -> None:
-    """As a module, which is the command. Without workers: `test_data_kinds`."""
+    """In a process of its own. Without workers: `test_data_kinds`."""
     words = ["--cache", tmp_path / "cache", "--num-workers", 2, "--batch-size", 8, "--json"]
     with start("bench", folder, *words) as running:
         out, err = running.communicate(timeout=PATIENCE)

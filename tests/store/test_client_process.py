@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,11 +23,11 @@ from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process
 from fastload.store.client_process import ClientProcess
 from tests.faultserver import FaultServer
+from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-ROOT = Path(__file__).parents[2]
 PHOTOS = {f"{name}/{number}.jpg": pillow_jpeg(scene(40, 30, number)) for name in "ab" for number in range(8)}
 
 
@@ -326,7 +325,9 @@ def test_without_free_descriptors_the_error_names_the_limit() -> None:
 
 
 SCRIPT = """
-import sys, torch, fastload
+import sys, warnings, torch, fastload
+warnings.simplefilter("error")
+sys.modules.pop("obstore", None)  # the server of forks has it
 from fastload.errors import FastloadError
 options = {"key": "k" * 8, "secret": "s" * 8, "endpoint_url": sys.argv[1], "client": sys.argv[2]}
 options = {name: value for name, value in options.items() if value}
@@ -351,17 +352,17 @@ def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with FaultServer(PHOTOS) as server:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", script, server.endpoint_url, client, *loaders],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
-    assert done.returncode == 0, done.stderr
+    with (
+        FaultServer(PHOTOS) as server,
+        (tmp_path / "out").open("w") as out,
+        (tmp_path / "err").open("w") as err,
+    ):
+        words = [sys.executable, str(script), server.endpoint_url, client, *loaders]
+        done = Forked(words, env=os.environ, stdout=out, stderr=err)
+        said, errors = done.communicate(PATIENCE)
+    assert done.returncode == 0, errors
     epochs = [f"{loader} {number} 16 {{40}}" for loader in loaders for number in (0, 2)]
-    assert done.stdout.splitlines() == ["first (40, 0)", *epochs, "[]"]
+    assert said.splitlines() == ["first (40, 0)", *epochs, "[]"]
 
 
 def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from data.make_shards import COUNT, FILES, HERE, features
@@ -23,6 +23,7 @@ from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import DecodeError
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter, TFRecordWriter, encode_example, parse_example
+from tests.bucketdata import Bucket
 from tests.commands import command, run, start, store_words
 from tests.patience import PATIENCE, wait_until
 from tests.sharddata import write
@@ -245,23 +246,33 @@ def test_its_first_epoch_is_random_access(to: str, photos: Path, tmp_path: Path)
 # --- On S3, interrupted -------------------------------------------------------------------------------------
 
 
+class OnS3(NamedTuple):
+    """A folder of a bucket behind a slow line, which has "photos", and the options that lead to it."""
+
+    url: str
+    folder: Path
+    words: list[str]
+
+
 @pytest.fixture
-def s3(photos: Path, tmp_path: Path) -> Iterator[list[str]]:
-    """The options that lead to the server of `tmp_path`, whose buckets are "photos" and "out"."""
-    (tmp_path / "out").mkdir()
-    with serve_s3(tmp_path, read_only=False) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
-        options = server.options | {"endpoint_url": proxy.url}
-        yield store_words(options, "--storage-option", "--dst-option")
+def s3(bucket: Bucket, photos: Path) -> Iterator[OnS3]:
+    name = photos.parent.name
+    store = fastload.open_store(f"s3://bucket/{name}/photos", **bucket.options)
+    for path in photos.rglob("*.jpg"):  # by the server, which would not see at once what another one writes
+        store.write(str(path.relative_to(photos)), path)
+    with delay_proxy(bucket.server.endpoint_url, 0.02) as proxy:
+        words = store_words(bucket.options | {"endpoint_url": proxy.url}, "--storage-option", "--dst-option")
+        yield OnS3(f"s3://bucket/{name}", bucket.root / "bucket" / name, words)
 
 
-@pytest.mark.parametrize("to", ["tar", "tfrecord"])
-def test_on_s3(to: str, s3: list[str], tmp_path: Path) -> None:
-    code, document = convert("s3://photos", "s3://out/deep", to, *s3)
+@pytest.mark.parametrize("to", ["tar", pytest.param("tfrecord", marks=pytest.mark.stress)])
+def test_on_s3(to: str, s3: OnS3) -> None:
+    code, document = convert(f"{s3.url}/photos", f"{s3.url}/deep", to, *s3.words)
     assert code == 0, document
-    assert samples(tmp_path / "out" / "deep") == (IN_TAR if to == "tar" else WANTED)
+    assert samples(s3.folder / "deep") == (IN_TAR if to == "tar" else WANTED)
     other = "tfrecord" if to == "tar" else "tar"
-    assert convert("s3://out/deep", "s3://out/other", other, *s3)[0] == 0
-    assert samples(tmp_path / "out" / "other") == IN_TAR
+    assert convert(f"{s3.url}/deep", f"{s3.url}/other", other, *s3.words)[0] == 0
+    assert samples(s3.folder / "other") == IN_TAR
 
 
 def shards_of(directory: Path) -> list[str]:
@@ -273,30 +284,31 @@ def shards_of(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.stress)])
-def test_interrupted_and_gone_on(how: signal.Signals, s3: list[str], photos: Path, tmp_path: Path) -> None:
+def test_interrupted_and_gone_on(how: signal.Signals, s3: OnS3, photos: Path, tmp_path: Path) -> None:
     few = ["--storage-option", "max_requests=2"]  # slow enough to be interrupted
-    words = ["s3://photos", "s3://out", "--to", "tar", "--shard-size", "100KB", "--json"]
-    with start("convert", *words, *s3, *few) as running:
-        wait_until(lambda: len(shards_of(tmp_path / "out")) >= 2 or running.poll() is not None, "two shards")
+    made, source, target = s3.folder / "out", f"{s3.url}/photos", f"{s3.url}/out"
+    words = [source, target, "--to", "tar", "--shard-size", "100KB", "--json"]
+    with start("convert", *words, *s3.words, *few) as running:
+        wait_until(lambda: len(shards_of(made)) >= 2 or running.poll() is not None, "two shards")
         assert running.poll() is None, running.communicate()
         os.killpg(running.pid, how)
         out, err = running.communicate(timeout=PATIENCE)
-    document = json.loads((tmp_path / "out" / "photos.json").read_bytes())
+    document = json.loads((made / "photos.json").read_bytes())
     assert not document["complete"]
     if how == signal.SIGINT:
         assert running.returncode == 130 and "Traceback" not in err and "run the same command" in err
         assert json.loads(out.splitlines()[-1])["interrupted"]
-    whole = shards_of(tmp_path / "out")
-    was = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole}
+    whole = shards_of(made)
+    was = {name: (made / name).stat().st_mtime_ns for name in whole}
 
-    code, after = convert("s3://photos", "s3://out", "tar", *s3)
+    code, after = convert(source, target, "tar", *s3.words)
     assert code == 0, after
     assert after["complete"] and after["kept"] == len(whole) >= 2
-    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole} == was, "written once"
-    assert samples(tmp_path / "out") == IN_TAR
+    assert {name: (made / name).stat().st_mtime_ns for name in whole} == was, "written once"
+    assert samples(made) == IN_TAR
     convert(photos, tmp_path / "unbroken", "tar", "--name", "photos")
     shards = {name: body for name, body in files(tmp_path / "unbroken").items() if name != "photos.json"}
-    assert {name: body for name, body in files(tmp_path / "out").items() if name in shards} == shards
+    assert {name: body for name, body in files(made).items() if name in shards} == shards
 
 
 @pytest.mark.parametrize("more", ORDERS)

@@ -5,26 +5,24 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import socketserver
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import boto3
 import psutil
 import pytest
-from botocore.config import Config
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,9 +33,10 @@ from fastload.cli.demo.delay_proxy import RequestReader
 from fastload.cli.demo.photos import make_dataset, make_photo
 from fastload.cli.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
-from tests.commands import ROOT, command
+from tests.commands import command, start
 from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
+from tests.storedata import write
 
 # --- photos
 
@@ -54,7 +53,7 @@ def test_photo_depends_only_on_its_seed() -> None:
 
 
 def test_photos_have_the_size_of_real_photos() -> None:
-    sizes = [len(make_photo(seed)) for seed in range(60)]
+    sizes = [len(make_photo(seed)) for seed in range(40)]
     assert 100_000 < statistics.mean(sizes) < 120_000
     assert max(sizes) > 1.6 * min(sizes)
 
@@ -195,13 +194,19 @@ def test_proxy_closes_the_other_side_of_a_closed_connection() -> None:
 # --- server and proxy
 
 
-@contextmanager
-def served(tmp_path: Path, round_trip: float) -> Iterator[tuple[S3Server, Proxy, Any]]:
-    """40 small objects in bucket "b", and a boto3 client that reads them through the proxy."""
-    (tmp_path / "b" / "x").mkdir(parents=True)
-    for i in range(40):
-        (tmp_path / "b" / "x" / f"{i}").write_bytes(random.Random(i).randbytes(10_000 + i))
-    with serve_s3(tmp_path) as server, delay_proxy(server.endpoint_url, round_trip) as proxy:
+BODIES = {f"x/{i}": random.Random(i).randbytes(10_000 + i) for i in range(40)}
+Served = tuple[S3Server, Proxy, Any]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Small objects in bucket "b", and a boto3 client that reads them through the proxy."""
+    import boto3  # here, as it takes 0.6 s
+    from botocore.config import Config
+
+    root = tmp_path_factory.mktemp("s3")
+    write(root / "b", BODIES)
+    with serve_s3(root) as server, delay_proxy(server.endpoint_url, 0.002) as proxy:
         client = boto3.client(
             "s3",
             endpoint_url=proxy.url,
@@ -214,72 +219,62 @@ def served(tmp_path: Path, round_trip: float) -> Iterator[tuple[S3Server, Proxy,
         client.close()
 
 
-def test_proxy_changes_its_round_trip(tmp_path: Path) -> None:
-    with served(tmp_path, 0.0) as (_, proxy, client):
-        client.head_object(Bucket="b", Key="x/1")  # the connection is there
-        for seconds in (0.08, 0.15):
-            proxy.set_round_trip(seconds)
-            start = time.perf_counter()
-            client.head_object(Bucket="b", Key="x/1")
-            assert time.perf_counter() - start >= seconds
-        counted = proxy.counts().other_requests
-        proxy.set_round_trip(0.0)
-        assert proxy.counts().other_requests == counted == 3
+def test_proxy_changes_its_round_trip(served: Served) -> None:
+    _, proxy, client = served
+    before = proxy.counts().other_requests
+    client.head_object(Bucket="b", Key="x/1")  # the connection is there
+    for seconds in (0.08, 0.15):
+        proxy.set_round_trip(seconds)
+        began = time.perf_counter()
+        client.head_object(Bucket="b", Key="x/1")
+        assert time.perf_counter() - began >= seconds
+    counted = proxy.counts().other_requests
+    proxy.set_round_trip(0.002)
+    assert proxy.counts().other_requests == counted == before + 3
 
 
-def test_proxy_counts_gets_exactly(tmp_path: Path) -> None:
-    with served(tmp_path, 0.002) as (_, proxy, client):
-        keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="b")["Contents"]]
-        before = proxy.counts()
-        assert (before.object_gets, before.listings) == (0, 1)
-        with ThreadPoolExecutor(8) as pool:
-            bodies = list(pool.map(lambda key: client.get_object(Bucket="b", Key=key)["Body"].read(), keys))
-        for key, body in zip(keys, bodies, strict=True):
-            assert body == (tmp_path / "b" / key).read_bytes()
-        client.head_object(Bucket="b", Key=keys[0])
-        after = proxy.counts()
-    assert after.object_gets == len(keys) == 40
-    assert (after.listings, after.other_requests) == (1, 1)
-    assert after.bytes_down > sum(map(len, bodies))
+def test_proxy_counts_gets_exactly(served: Served) -> None:
+    _, proxy, client = served
+    start = proxy.counts()
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="b")["Contents"]]
+    before = proxy.counts()
+    assert (before.object_gets, before.listings) == (start.object_gets, start.listings + 1)
+    with ThreadPoolExecutor(8) as pool:
+        bodies = list(pool.map(lambda key: client.get_object(Bucket="b", Key=key)["Body"].read(), keys))
+    assert dict(zip(keys, bodies, strict=True)) == BODIES
+    client.head_object(Bucket="b", Key=keys[0])
+    after = proxy.counts()
+    assert after.object_gets - before.object_gets == len(keys) == 40
+    assert (after.listings, after.other_requests) == (before.listings, before.other_requests + 1)
+    assert after.bytes_down - before.bytes_down > sum(map(len, bodies))
 
 
-def test_proxy_corrects_the_status_of_ranges(tmp_path: Path) -> None:
+def test_proxy_corrects_the_status_of_ranges(served: Served) -> None:
     """What rclone sends under status 200 is 206 behind the proxy, and a whole object stays 200."""
-    with served(tmp_path, 0.002) as (server, proxy, client):
-        body = (tmp_path / "b" / "x" / "7").read_bytes()
-        for _ in range(2):
-            answer = client.get_object(Bucket="b", Key="x/7", Range="bytes=10-29")
-            assert answer["ResponseMetadata"]["HTTPStatusCode"] == 206
-            assert answer["Body"].read() == body[10:30]
-            answer = client.get_object(Bucket="b", Key="x/7")
-            assert answer["ResponseMetadata"]["HTTPStatusCode"] == 200
-            assert answer["Body"].read() == body
-        store = fastload.open_store("s3://b", **{**server.options, "endpoint_url": proxy.url})
-        before = proxy.counts()
-        assert bytes(store.read_range("x/7", 10, 30)) == body[10:30]
-        after = proxy.counts()
-        assert after.object_gets == before.object_gets + 1, "one request, no second one for the whole object"
-        assert after.bytes_down - before.bytes_down < 2000
-
-
-def test_server_refuses_a_wrong_key(tmp_path: Path) -> None:
-    with served(tmp_path, 0) as (server, _, _):
-        assert server.secret not in repr(server)
-        stranger = boto3.client(
-            "s3",
-            endpoint_url=server.endpoint_url,
-            aws_access_key_id="x" * 20,
-            aws_secret_access_key="y" * 40,
-            region_name="us-east-1",
-        )
-        with pytest.raises(stranger.exceptions.ClientError):
-            stranger.list_objects_v2(Bucket="b")
-        stranger.close()
+    server, proxy, client = served
+    body = BODIES["x/7"]
+    for _ in range(2):
+        answer = client.get_object(Bucket="b", Key="x/7", Range="bytes=10-29")
+        assert answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        assert answer["Body"].read() == body[10:30]
+        answer = client.get_object(Bucket="b", Key="x/7")
+        assert answer["ResponseMetadata"]["HTTPStatusCode"] == 200
+        assert answer["Body"].read() == body
+    store = fastload.open_store("s3://b", **{**server.options, "endpoint_url": proxy.url})
+    before = proxy.counts()
+    assert bytes(store.read_range("x/7", 10, 30)) == body[10:30]
+    after = proxy.counts()
+    assert after.object_gets == before.object_gets + 1, "one request, no second one for the whole object"
+    assert after.bytes_down - before.bytes_down < 2000
 
 
 def test_server_and_proxy_end_with_their_block(tmp_path: Path, no_leaks: None) -> None:
     before = set(psutil.Process().children())
-    with pytest.raises(ZeroDivisionError), served(tmp_path, 0.001):
+    with (
+        pytest.raises(ZeroDivisionError),
+        serve_s3(tmp_path) as server,
+        delay_proxy(server.endpoint_url, 0.001),
+    ):
         assert len(set(psutil.Process().children()) - before) == 2
         raise ZeroDivisionError
     assert set(psutil.Process().children()) <= before
@@ -382,33 +377,24 @@ def test_demo_deletes_no_files_of_others(tmp_path: Path) -> None:
 
 
 @contextmanager
-def demo(directory: Path, latency_ms: int) -> Iterator[Forked]:
-    """The command in a process and a session of its own, which is killed if it outlives the block."""
+def demo(directory: Path, latency_ms: int) -> Iterator[tuple[Forked, list[psutil.Process]]]:
+    """The command in a process of its own, and all its processes, once it measures."""
     words = ["demo", "--dir", directory, "--images", IMAGES, "--latency-ms", latency_ms, "--json"]
-    with (directory.parent / "out").open("w") as out, (directory.parent / "err").open("w") as err:
-        command = [sys.executable, "-m", "fastload", *map(str, words)]
-        process = Forked(command, env=os.environ, stdout=out, stderr=err)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(PATIENCE)
+    with start(*words) as process:
+        yield process, once_measuring(process, directory)
 
 
 def test_demo_after_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
-    with demo(tmp_path / "demo", 300) as process:
-        everyone = once_measuring(process, tmp_path / "demo")
+    with demo(tmp_path / "demo", 300) as (process, everyone):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
-        assert process.wait(PATIENCE) == 130
-    assert (tmp_path / "out").read_text() == "" and "Traceback" not in (tmp_path / "err").read_text()
+        out, err = process.communicate(PATIENCE)
+    assert (process.returncode, out) == (130, "") and "Traceback" not in err
     wait_until(lambda: all_gone(everyone), "all processes have ended")
     assert not (tmp_path / "demo" / "data").exists()
 
 
 def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
-    with demo(tmp_path / "demo", 80) as process:
-        everyone = once_measuring(process, tmp_path / "demo")
+    with demo(tmp_path / "demo", 80) as (process, everyone):
         left = servers(process)
         os.kill(process.pid, signal.SIGKILL)
         try:
@@ -421,14 +407,11 @@ def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
             process.wait(PATIENCE)
 
 
-PARENT = """
-import sys, time
-from fastload.cli.demo import s3_server
-s3_server.TETHER = sys.argv[1]
-with s3_server.tethered(["/bin/sleep", "60"]) as child:
-    print(child.process.pid, flush=True)
-    time.sleep(60)
-"""
+def sleep_tethered(tether: str, say: Connection) -> None:
+    s3_server.TETHER = tether
+    with s3_server.tethered(["/bin/sleep", "60"]) as child:
+        say.send(child.process.pid)
+        time.sleep(60)
 
 
 @pytest.mark.parametrize(
@@ -437,12 +420,18 @@ with s3_server.tethered(["/bin/sleep", "60"]) as child:
 def test_child_ends_with_its_killed_parent(tethered: bool) -> None:
     """Guard removed: without the request to the kernel, the child of a killed parent lives on."""
     plain = "import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n"
-    words = [sys.executable, "-c", PARENT, s3_server.TETHER if tethered else plain]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        wait_until(lambda: "sleep" in described(child), "the child sleeps")
-        parent.kill()
+    context = multiprocessing.get_context("fork")
+    said, say = context.Pipe(duplex=False)
+    words = (s3_server.TETHER if tethered else plain, say)
+    parent = context.Process(target=sleep_tethered, args=words)
+    parent.start()
+    with said, say:
+        assert said.poll(PATIENCE)
+        child = psutil.Process(said.recv())
+    wait_until(lambda: "sleep" in described(child), "the child sleeps")
+    parent.kill()
+    parent.join()
+    parent.close()
     try:
         if tethered:
             wait_until(lambda: all_gone([child]), "the child has ended")

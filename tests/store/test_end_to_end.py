@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.errors import ArgumentError, CacheError, FastloadError, NotFoundError
 from tests.bucketdata import PHOTOS, Bucket, digest
+from tests.forked import start_afresh
 from tests.loaderdata import Stream
 from tests.patience import PATIENCE
 
@@ -103,16 +103,14 @@ def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -
 
 # --- death
 
-TRAINER = """if True:
-    import sys
-    from fastload import DataLoader, ObjectDataset
-    url, cache, endpoint, key, secret = sys.argv[1:]
-    options = dict(endpoint_url=endpoint, key=key, secret=secret)
-    dataset = ObjectDataset(url, cache=cache, storage_options=options)
-    print("start", flush=True)
-    for batch in DataLoader(dataset, 2, shuffle=True, num_workers=2, collate_fn=lambda samples: samples):
-        print(len(batch), flush=True)
-"""
+
+def train(cache: Path, options: dict[str, Any], say: Connection) -> None:
+    """Read all photos, and tell the size of each batch."""
+    start_afresh()
+    dataset = ObjectDataset("s3://photos", cache=cache, storage_options=options)
+    say.send("start")
+    for batch in DataLoader(dataset, 2, shuffle=True, num_workers=2, collate_fn=list):
+        say.send(len(batch))
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.stress)])
@@ -120,19 +118,20 @@ def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path, r
     """kill -9 of the trainer: good entries are kept, no bad sample is served, nothing is left behind."""
     cache = tmp_path / "cache"
     rng = random.Random(rounds + 3)
-    arguments = [bucket.options[name] for name in ("endpoint_url", "key", "secret")]
-    command = [sys.executable, "-c", TRAINER, "s3://photos", str(cache), *arguments]
+    context = multiprocessing.get_context("forkserver")
     entries = 0
     for _ in range(rounds):
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "start\n"
-        for _ in range(rng.randrange(PHOTOS // 2)):
-            trainer.stdout.readline()
+        said, say = context.Pipe(duplex=False)
+        trainer = context.Process(target=train, args=(cache, bucket.options, say))
+        trainer.start()
+        say.close()
+        for _ in range(1 + rng.randrange(PHOTOS // 2)):
+            assert said.poll(PATIENCE) and said.recv()
         family = [*psutil.Process(trainer.pid).children(recursive=True)]
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
-        trainer.stdout.close()
+        trainer.kill()
+        trainer.join()
+        trainer.close()
+        said.close()
         _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         assert not alive, f"workers outlived the trainer: {alive}"
         with closing(Cache(cache)) as opened:

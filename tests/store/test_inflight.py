@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from tests.bucketdata import Bucket, digest, serve_photos
 from tests.patience import PATIENCE, wait_until
 from tests.sharddata import write
 
-IMAGES = 160
+IMAGES = 120
 ROUND_TRIP = 0.02  # seconds
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -167,7 +168,9 @@ class Blind(Cache):
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    with serve_photos(tmp_path_factory.mktemp("s3"), IMAGES, ROUND_TRIP) as served:
+    root = tmp_path_factory.mktemp("s3")
+    write(root / "photos", {f"{number:03}.jpg": random.randbytes(50_000) for number in range(IMAGES)})
+    with serve_photos(root, 0, ROUND_TRIP) as served:
         yield served
 
 

@@ -24,6 +24,7 @@ from fastload.store import open_store, with_budget
 from fastload.store.budget import Limits, RequestBudget
 from tests.faultserver import Fault, FaultServer
 from tests.patience import wait_until
+from tests.storedata import stress
 
 OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(48)}
 
@@ -55,14 +56,7 @@ def take(dataset: ObjectDataset, **arguments: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.stress), "forkserver"])
-def test_workers_under_max_gets_make_no_more_requests(server: FaultServer, context: str) -> None:
-    found = take(dataset_of(server, max_gets=17), num_workers=2, multiprocessing_context=context)
-    assert gets(server) <= 17
-    assert found == list(range(len(found))) and len(found) <= gets(server)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [*stress(0), 1])
 def test_batch_that_met_the_limit_is_still_to_come(server: FaultServer, workers: int) -> None:
     loader = DataLoader(dataset_of(server, max_gets=20), 4, num_workers=workers, shuffle=True, seed=1)
     batches, seen = iter(loader), []
@@ -106,9 +100,14 @@ def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:
     assert gets(server) <= 10
 
 
+STARTS = ("fork", "forkserver", "spawn")
+
+
 @pytest.mark.parametrize(
     ("limits", "most", "options"),
     [
+        *(({"max_gets": 17}, 17, {"num_workers": 2, "multiprocessing_context": one}) for one in STARTS[:2]),
+        *stress(({"max_gets": 17}, 17, {"num_workers": 2, "multiprocessing_context": STARTS[2]})),
         ({"max_egress": "10500"}, 10, {"num_workers": 2}),
         ({"max_gets": 9}, 9, {"num_workers": 1, "on_error": "repeat"}),
         ({"max_gets": 9}, 9, {"num_workers": 1, "on_error": "replace"}),
@@ -117,21 +116,14 @@ def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:
 def test_limit_is_never_passed_nor_skipped_as_a_bad_sample(
     server: FaultServer, limits: dict[str, Any], most: int, options: dict[str, Any]
 ) -> None:
-    take(dataset_of(server, **limits), **options)
+    found = take(dataset_of(server, **limits), **options)
     assert gets(server) <= most
+    assert found == list(range(len(found))) and len(found) <= gets(server)
 
 
 def test_limit_that_is_just_enough_is_no_error(server: FaultServer) -> None:
     loader = DataLoader(dataset_of(server, max_gets=48, max_egress=48_000), 4, num_workers=2)
     assert torch.cat([torch.as_tensor(batch) for batch in loader]).tolist() == list(range(48))
-    assert gets(server) == 48
-
-
-def test_cache_hits_do_not_count(server: FaultServer, tmp_path: Path) -> None:
-    dataset = dataset_of(server, tmp_path / "cache", max_gets=48)
-    loader = DataLoader(dataset, 4, num_workers=2)
-    for _ in range(2):
-        assert sum(len(batch) for batch in loader) == 48
     assert gets(server) == 48
 
 

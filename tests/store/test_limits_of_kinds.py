@@ -14,18 +14,20 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import LimitError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.kinds import COUNT, KINDS, Kind, numbers, photo
+from tests.storedata import stress
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 BATCH = 4
 WANTED = Counter(range(COUNT))
-CHOSEN = [kind for kind in KINDS if kind.name in ("table", "tar", "parquet", "mds", "litdata", "tokens")]
+CHOSEN = [kind for kind in KINDS if kind.name in ("table", "tar", "parquet", "tokens")]
+LONG = [kind for kind in KINDS if kind.name in ("mds", "litdata")]
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     root = tmp_path_factory.mktemp("objects")
-    for kind in CHOSEN:
+    for kind in CHOSEN + LONG:
         kind.write(root / kind.folder, photo)
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
@@ -74,10 +76,12 @@ def stopped_early(loader: Any) -> list[int]:
 ELSEWHERE = [(workers, part) for workers in (0, 2, 3) for part in (0.1, 0.4, 0.9)]
 
 
+@pytest.mark.parametrize(("workers", "part"), [(1, 0.6), *stress(*ELSEWHERE)])
 @pytest.mark.parametrize(
-    ("workers", "part"), [(1, 0.6), *(pytest.param(*one, marks=pytest.mark.stress) for one in ELSEWHERE)]
+    "kind",
+    [*CHOSEN, *stress(*LONG)],
+    ids=lambda kind: kind.name,
 )
-@pytest.mark.parametrize("kind", CHOSEN, ids=lambda kind: kind.name)
 def test_limit_stops_in_time_and_the_state_goes_on_with_each_sample_once(
     kind: Kind, server: FaultServer, tmp_path: Path, workers: int, part: float
 ) -> None:

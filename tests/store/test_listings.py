@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -25,6 +24,7 @@ from fastload.distributed import launcher
 from fastload.errors import ArgumentError, StoreError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
+from tests.storedata import stress
 
 OBJECTS = {f"cat/{i}.jpg": b"%d" % i for i in range(3)} | {"dog/0.jpg": b"dog"}
 
@@ -69,8 +69,13 @@ def seen(dataset: Any) -> dict[str, bytes]:
         return {dataset.key(i): bytes(dataset._payload(i)) for i in range(len(dataset))}
 
 
-@pytest.mark.parametrize("kind", [folder, objects])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(*((folder, change) for change in CHANGES), (objects, replace)),
+        *stress(*((objects, change) for change in CHANGES[1:])),
+    ],
+)
 def test_the_next_run_sees_a_change(
     change: Callable[[FaultServer], None], kind: Any, tmp_path: Path, server: FaultServer
 ) -> None:
@@ -174,7 +179,7 @@ class Rank:
         return self
 
     def said(self) -> Any:
-        """The number of objects, or an error."""
+        """A line of its log, the number of objects, or an error."""
         assert self.pipe.poll(PATIENCE)
         return self.pipe.recv()
 
@@ -193,11 +198,17 @@ def _rank(
     launcher._forked = False  # this is no worker of a rank
     if group:
         dist.init_process_group("gloo", **group)
+    if "TELLS_ITS_LOG" in environment:
+        logging.getLogger("fastload").setLevel(logging.INFO)
+        logging.getLogger("fastload").addHandler(handler := logging.Handler())
+        handler.emit = lambda record: pipe.send(record.getMessage())  # type: ignore[method-assign]
     pipe.recv()
     try:
         pipe.send(len(ObjectDataset("s3://bucket", cache=cache, storage_options=options)))
     except StoreError as error:
         pipe.send(str(error))
+    except KeyboardInterrupt:
+        pipe.send("interrupted")
     pipe.recv()
     os._exit(0)
 
@@ -268,30 +279,20 @@ def test_nodes_that_list_other_objects_are_an_error(
 
 
 def test_waiting_for_another_rank_is_shown_and_can_be_interrupted(
-    tmp_path: Path, server: FaultServer
+    tmp_path: Path, server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.script(LIST, Fault(delay=60.0), repeat=True)
     first = Rank(server, tmp_path / "cache", 0, 2).go().process
     wait_until(lambda: server.count(LIST) == 1, "the first rank lists")
     assert first.pid is not None
     os.kill(first.pid, signal.SIGSTOP)  # it would give up before the second one begins, on a busy machine
-    options = {"cache": str(tmp_path / "cache"), "storage_options": server.options}
-    script = f"""if True:
-        import logging, fastload
-        from fastload.store import listing
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
-        listing._QUIET_SECONDS = 0.0
-        fastload.ObjectDataset("s3://bucket", **{options!r})
-    """
-    environment = os.environ | {"RANK": "1", "WORLD_SIZE": "2"}
-    second = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    assert second.stderr is not None
-    line = second.stderr.readline()
-    assert line == "listing s3://bucket: waiting for another process, which lists it for this one too\n"
-    second.send_signal(signal.SIGINT)
-    assert second.communicate(timeout=PATIENCE)[1].rstrip().endswith("KeyboardInterrupt")
+    monkeypatch.setattr("fastload.store.listing._QUIET_SECONDS", 0.0)
+    second = Rank(server, tmp_path / "cache", 1, 2, TELLS_ITS_LOG="").go()
+    line = "listing s3://bucket: waiting for another process, which lists it for this one too"
+    assert second.said() == line
+    os.kill(second.process.pid, signal.SIGINT)  # type: ignore[arg-type]
+    assert second.said() == "interrupted"
+    second.end()
     first.kill()
     first.join(PATIENCE)
     assert server.count(LIST) == 1

@@ -16,7 +16,7 @@ from fastload.store import open_store
 from tests.faultserver import Fault, FaultServer
 from tests.process.test_stream_ranks import on_ranks
 
-RANKS, OF_RANK, SIZE = 4, 100, 10_000
+RANKS, OF_RANK, SIZE = 4, 60, 10_000
 KEYS = [f"{number:03d}.bin" for number in range(RANKS * OF_RANK)]
 REQUESTS = 8  # of the node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -29,7 +30,7 @@ from fastload.store.manifest import Manifest
 from tests.commands import script
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
-from tests.storedata import write
+from tests.storedata import stress, write
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
 FILES = {
@@ -226,7 +227,8 @@ def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "saved"), [("fork", False), ("forkserver", False), ("fork", True), ("spawn", True)]
+    ("method", "saved"),
+    [*itertools.product(["fork", "forkserver"], [False, True]), *stress(("spawn", True))],
 )
 def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
     """Whether it was made in memory, or saved to a file."""

@@ -16,12 +16,12 @@ import fastload
 from fastload import Cache, DataLoader, open_store
 from fastload.cache.exchange import pull, push
 from fastload.cache.remote import close_all
-from fastload.cli.demo.photos import make_dataset
-from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import delay_proxy
 from fastload.errors import NotFoundError
 from fastload.formats.tar import TarWriter
 from fastload.store import Store
 from fastload.store.workarounds import Answer, OnePass
+from tests.bucketdata import PHOTOS, Bucket
 from tests.cachedata import fill
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import parquet
@@ -85,7 +85,7 @@ def test_bytes_grow_with_the_data(
     workers: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    server.objects = {f"data/{n}": make(content(32 * MIB + n)) for n in range(2)}
+    server.objects = {f"data/{n}": make(content(size * MIB)) for n, size in enumerate((32, 12))}
     if kind is None:
         read_file(server)
     else:
@@ -117,30 +117,25 @@ def test_pull_reads_a_pack_once_for_its_index_and_once_for_its_records(
     other.close()
 
 
-def test_pull_beside_a_training_from_a_real_server_without_ranges(tmp_path: Path) -> None:
-    make_dataset(tmp_path / "s3" / "photos", 40, 2)
-    (tmp_path / "s3" / "packs").mkdir()
-    size = sum(file.stat().st_size for file in (tmp_path / "s3").rglob("*.jpg"))
-    with (
-        serve_s3(tmp_path / "s3", read_only=False) as server,
-        delay_proxy(server.endpoint_url, 0.001, corrects_ranges=False) as proxy,
-    ):
-        place = server.options | {"endpoint_url": proxy.url}
+def test_pull_beside_a_training_from_a_real_server_without_ranges(bucket: Bucket, tmp_path: Path) -> None:
+    size = sum(file.stat().st_size for file in (bucket.root / "photos").rglob("*.jpg"))
+    with delay_proxy(bucket.server.endpoint_url, 0.001, corrects_ranges=False) as proxy:
+        place = bucket.server.options | {"endpoint_url": proxy.url}
         for name in ("first", "second"):
-            remote = open_store("s3://packs", **place)
+            remote = open_store(f"s3://packs/{tmp_path.name}", **place)
             cache = Cache(tmp_path / name, "raw", remote=remote, push=name == "first")
             data = fastload.ObjectDataset("s3://photos", cache=cache, storage_options=place)
             before = proxy.counts()
             loader = DataLoader(data, 8, collate_fn=list, num_workers=2)
-            assert sum(map(len, loader)) == 40
+            assert sum(map(len, loader)) == PHOTOS
             counters = loader.stats()["counters"]
-            assert counters.get("cache.hits", 0) + counters["cache.misses"] == 40
+            assert counters.get("cache.hits", 0) + counters["cache.misses"] == PHOTOS
             data.close()
             close_all()
         after = proxy.counts()
     # Each photo once, and the pack at most twice from its beginning.
     assert after.bytes_down - before.bytes_down < 3.5 * size
-    assert after.object_gets - before.object_gets < 40 + 15
+    assert after.object_gets - before.object_gets < PHOTOS + 15
 
 
 def test_store_learns_it_from_one_range_and_says_it_once(

@@ -285,15 +285,6 @@ def test_faults_that_pass_lose_nothing(server: FaultServer, nodes: Nodes) -> Non
     assert holds(nodes.cache("other"), content)
 
 
-def test_full_cache_ends_the_pull(nodes: Nodes) -> None:
-    content = nodes.publish()
-    other = nodes.cache("other", size_limit=50 * SIZE)
-    pulled = pull(other, nodes.store())
-    assert 30 < pulled.records < 50 and pulled.records + pulled.left == COUNT
-    found = {key: other.read(key) for key in content}
-    assert sum(found[key] == memoryview(payload) for key, payload in content.items()) == pulled.records
-
-
 def pack_ranges(server: FaultServer) -> list[tuple[int, int]]:
     """The [start, stop) of all ranges of packs that were asked for, but for their indices."""
     return [span for key, body in server.objects.items() for span in server.spans(key) if span[1] < len(body)]
@@ -391,11 +382,12 @@ def test_memory_of_a_pull_is_bounded_by_one_large_record(nodes: Nodes) -> None:
     assert most[0] <= large + 7 * 10 * SIZE
 
 
-def test_full_cache_reads_nothing_in_vain(server: FaultServer, nodes: Nodes) -> None:
-    nodes.publish()
-    other = nodes.cache("other", size_limit=20 * SIZE)
+def test_full_cache_ends_the_pull_and_reads_nothing_in_vain(server: FaultServer, nodes: Nodes) -> None:
+    content = nodes.publish()
+    other = nodes.cache("other", size_limit=50 * SIZE)
     done = pull(other, nodes.store())
-    assert done.left == COUNT - done.records > 0
+    assert 30 < done.records < 50 and done.left == COUNT - done.records
+    assert sum(other.read(key) == payload for key, payload in content.items()) == done.records
     assert len(done.settled) == done.packs, "there is no room for more of them"
     server.requests.clear()
     pull(other, nodes.store(), settled=done.settled)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +32,8 @@ from fastload.store.listing import list_objects
 from fastload.store.local import LocalStore
 from tests.cachedata import segments
 from tests.faultserver import Fault, FaultServer
-from tests.patience import PATIENCE, wait_until
+from tests.patience import PATIENCE, interrupt_when, wait_until
+from tests.storedata import stress
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
 IN_RANGES = ReadSettings(large_object=3000, range_size=1000)
@@ -161,7 +160,7 @@ def test_the_kernel_reads_cached_samples_itself_and_a_damaged_record_is_read_aga
     dataset.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *stress(2, 3)])
 def test_requests_and_cancellations_in_any_order_lose_and_keep_nothing(
     seed: int, tmp_path: Path, no_leaks: None
 ) -> None:
@@ -519,18 +518,6 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
     found.dataset.close()
 
 
-def interrupt(condition: Callable[[], Any]) -> threading.Thread:
-    """Ctrl-C, once the condition holds."""
-
-    def run() -> None:
-        wait_until(condition, "it is waited for")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
 def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> None:
     dataset = gated.dataset
     paused = iter(DataLoader(Subset(dataset, range(100)), 4, collate_fn=len))
@@ -550,7 +537,7 @@ def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> 
 def test_interrupted_iterator_leaves_nothing_behind(gated: Gated) -> None:
     iterator = iter(DataLoader(Subset(gated.dataset, range(96, 140)), 4, collate_fn=len))
     assert next(iterator) == 4
-    thread = interrupt(gated.is_awaited)
+    thread = interrupt_when(gated.is_awaited)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     thread.join()
@@ -563,7 +550,7 @@ def test_iteration_given_up_after_an_interrupt_leaves_nothing_behind(gated: Gate
         for _ in DataLoader(gated.dataset, 4, num_workers=0, collate_fn=len):
             pass
 
-    thread = interrupt(gated.is_awaited)
+    thread = interrupt_when(gated.is_awaited)
     with pytest.raises(KeyboardInterrupt):
         epoch()
     thread.join()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,7 @@ from fastload import Cache, ImageFolder
 from fastload.cli import cluster, warming
 from tests.bucketdata import PHOTOS, Bucket
 from tests.commands import run, start, store_words
-from tests.patience import PATIENCE, wait_until
-
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
-from ray.cluster_utils import Cluster as Simulation  # noqa: E402
+from tests.patience import PATIENCE, interrupt_when, wait_until
 
 EXAMPLE = Path(fastload.__file__).parents[1] / "examples" / "resnet50"
 SMALL = 100_000  # bytes; Ray's max_direct_call_object_size is 102,400
@@ -39,11 +35,23 @@ OTHER = "127.0.0.2"  # the address of the second node
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Any:
+    """Ray, which is imported where it is used: it takes 0.6 s."""
+    return pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Simulation]:
+def nodes(ray: Any) -> Iterator[Any]:
     """A cluster of two nodes with one CPU each."""
+    from ray.cluster_utils import Cluster
+
     small = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    simulation = Simulation(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    small |= {
+        "include_log_monitor": False,
+        "no_monitor": True,
+    }  # two processes of Python, which are not needed
+    simulation = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
     try:
         simulation.add_node(node_ip_address=OTHER, **small)
         yield simulation
@@ -60,7 +68,8 @@ def photos(bucket: Bucket) -> Path:
 class Spy:
     """What a run gave to Ray: shared values, which may be spilled to a disk, and tasks."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ray = ray
         self.shared, self.tasks = list[bytes](), list[cluster.Task]()
         share, start = cluster.Cluster.share, cluster.Cluster._start
 
@@ -79,8 +88,8 @@ class Spy:
         """The secret is in no value that Ray may write to a disk: arguments below `SMALL` stay in memory."""
         assert not any(secret.encode() in value for value in self.shared)
         arguments = [argument for task in self.tasks for argument in task.arguments]
-        inline = [argument for argument in arguments if not isinstance(argument, ray.ObjectRef)]
-        holding = [value for value in map(ray.cloudpickle.dumps, inline) if secret.encode() in value]
+        inline = [argument for argument in arguments if not isinstance(argument, self.ray.ObjectRef)]
+        holding = [value for value in map(self.ray.cloudpickle.dumps, inline) if secret.encode() in value]
         assert holding and max(map(len, holding)) < SMALL
         assert not any(secret in repr(task) for task in self.tasks)
         for file in Path("/tmp/ray/session_latest/").rglob("*"):
@@ -88,9 +97,9 @@ class Spy:
 
 
 def test_each_node_warms_its_own_share_and_shows_no_secret(
-    nodes: Simulation, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray: Any, nodes: Any, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy = Spy(monkeypatch)
+    spy = Spy(ray, monkeypatch)
     words = ["warm", "s3://photos", "--cache", tmp_path / "ssd", "--mode", "raw", "--ray", nodes.address]
     code, document = bucket.run(*words)
     assert code == 0, document
@@ -103,7 +112,7 @@ def test_each_node_warms_its_own_share_and_shows_no_secret(
     spy.check(bucket.server.secret)
 
 
-def test_task_runs_on_its_node(nodes: Simulation) -> None:
+def test_task_runs_on_its_node(ray: Any, nodes: Any) -> None:
     with cluster.Cluster(nodes.address) as found:
         lanes = [
             iter([cluster.Task(ray.util.get_node_ip_address, (), node.address, node=node)])
@@ -115,7 +124,7 @@ def test_task_runs_on_its_node(nodes: Simulation) -> None:
 
 
 @pytest.mark.stress
-def test_slices_that_wait_for_cpus_are_named(nodes: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_that_wait_for_cpus_are_named(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "WAIT_SECONDS", 0.5)
     with cluster.Cluster(nodes.address) as found:
         tasks = [cluster.Task(time.sleep, (2,), f"slice {number}", node=found.nodes[0]) for number in (1, 2)]
@@ -144,7 +153,7 @@ def kill_one(title: str, killed: list[int]) -> threading.Thread:
 
 
 @pytest.mark.stress  # in short: a task of a killed process, in test_convert_writes_the_shards_of_one_machine
-def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+def test_slice_of_a_killed_process_is_done_again(nodes: Any, photos: Path, tmp_path: Path) -> None:
     killed: list[int] = []
     thread = kill_one("ray::_fill_slice", killed)
     code, document = run("warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address)
@@ -158,7 +167,7 @@ def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path
 
 @pytest.mark.stress  # on one machine: test_warm.py
 def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
-    nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warming, "SLICE", 6)
     arguments = ["warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address]
@@ -172,18 +181,6 @@ def test_ctrl_c_ends_the_slices_and_the_same_command_resumes(
     code, document = run(*arguments)
     assert (code, document["left"], document["interrupted"]) == (0, 0, False), document
     assert (document["skipped"], document["stored"]) == (there, PHOTOS - there), "nothing is read again"
-
-
-def interrupt_when(condition: Callable[[], bool]) -> threading.Thread:
-    """Ctrl-C, as this process gets it."""
-
-    def interrupt() -> None:
-        wait_until(condition, "the work has begun")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt, daemon=True)
-    thread.start()
-    return thread
 
 
 def running(title: str) -> list[psutil.Process]:
@@ -208,14 +205,15 @@ def alone(bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_convert_writes_the_shards_of_one_machine_and_shows_no_secret(
-    nodes: Simulation,
+    ray: Any,
+    nodes: Any,
     bucket: Bucket,
     alone: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a process that is killed: its shard is done again, and no byte differs."""
-    spy, killed = Spy(monkeypatch), list[int]()
+    spy, killed = Spy(ray, monkeypatch), list[int]()
     out = f"s3://packs/{tmp_path.name}"
     words = ["convert", "s3://photos", out, *SHARDS, *store_words(bucket.options, "--dst-option")]
     thread = kill_one("ray::_write_shard", killed)
@@ -232,7 +230,7 @@ def test_convert_writes_the_shards_of_one_machine_and_shows_no_secret(
 
 @pytest.mark.stress  # on one machine: test_convert.py
 def test_convert_goes_on_after_ctrl_c(
-    nodes: Simulation, bucket: Bucket, alone: dict[str, bytes], tmp_path: Path
+    nodes: Any, bucket: Bucket, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
     words = ["convert", "s3://photos", tmp_path, *SHARDS, "--ray", nodes.address]
     thread = interrupt_when(lambda: any(tmp_path.glob("p-*.tar")))
@@ -247,7 +245,7 @@ def test_convert_goes_on_after_ctrl_c(
     assert files(tmp_path) == alone
 
 
-def test_convert_of_shards_is_refused_on_a_cluster(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+def test_convert_of_shards_is_refused_on_a_cluster(nodes: Any, photos: Path, tmp_path: Path) -> None:
     run("convert", photos, tmp_path / "tars", "--to", "tar")
     code, document = run(
         "convert", tmp_path / "tars", tmp_path / "out", "--to", "tar", "--ray", nodes.address
@@ -263,7 +261,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["ray.__version__", "fastload.__version__"])
 def test_other_version_is_refused(
-    name: str, nodes: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ray: Any, nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ray.__version__ if name.startswith("ray") else fastload.__version__
     monkeypatch.setattr(name, "9.9.9")
@@ -301,9 +299,7 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.stress
-def test_trainer_goes_on_exactly_after_a_killed_worker(
-    nodes: Simulation, photos: Path, tmp_path: Path
-) -> None:
+def test_trainer_goes_on_exactly_after_a_killed_worker(nodes: Any, photos: Path, tmp_path: Path) -> None:
     """A rank on each node. One is killed after a checkpoint; Ray starts both again, and no sample is lost.
 
     Each epoch's loss is, to the last bit, that of an unbroken run under torchrun.
@@ -343,7 +339,7 @@ def test_trainer_goes_on_exactly_after_a_killed_worker(
 
 @pytest.mark.stress
 def test_share_of_a_lost_node_is_named_and_resumed(
-    nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, for it changes the cluster. The other node's share is complete."""
     monkeypatch.setattr(warming, "SLICE", 6)

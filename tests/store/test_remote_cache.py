@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -16,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -34,6 +36,7 @@ from tests.bucketdata import Bucket
 from tests.cachedata import fill
 from tests.commands import script as run_script
 from tests.faultserver import LIST, Fault, FaultServer
+from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
@@ -47,6 +50,31 @@ def ended(no_leaks: None) -> Iterator[None]:
     """No test leaves a process that pulls or pushes."""
     yield
     close_all()
+
+
+class ForkedJob(Forked):
+    """A process that pulls or pushes, forked from one that has all modules."""
+
+    def __init__(self, words: list[str], *, stdin: IO[bytes], stdout: IO[bytes], process_group: int) -> None:
+        arguments = stdin.read(), f"/proc/{os.getpid()}/fd/{stdout.fileno()}"
+        self._process = multiprocessing.get_context("forkserver").Process(target=do_job, args=arguments)
+        self._process.start()
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+
+def do_job(job: bytes, result: str) -> None:
+    remote_module._end_with = lambda trainer: None  # its parent is the server of forks
+    with io.TextIOWrapper(io.BytesIO(job)) as sys.stdin, Path(result).open("w") as sys.stdout:
+        remote_module.main()
+
+
+@pytest.fixture
+def jobs_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this process. That Python starts them: `test_second_node`, and tests of their ends."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedJob)
+
+
+forks = pytest.mark.usefixtures("jobs_are_forked")
 
 
 def packs_url(bucket: Bucket, tmp_path: Path) -> fastload.store.Store:
@@ -102,6 +130,7 @@ def test_second_node_takes_from_the_first_and_asks_for_no_object(bucket: Bucket,
     )
 
 
+@forks
 def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_path: Path) -> None:
     url = packs_url(bucket, tmp_path)
     node = Node(bucket, tmp_path / "second", remote=url)
@@ -176,6 +205,7 @@ def data_gets(server: FaultServer) -> list[str]:
     return [request.key for request in server.requests if request.key.startswith("data/")]
 
 
+@forks
 def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Path) -> None:
     bodies = publish(server, tmp_path / "first")
     bodies[3] = server.objects["data/03.bin"] = b"another" * 500
@@ -184,6 +214,7 @@ def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Pa
     assert data_gets(server) == ["data/03.bin"]
 
 
+@forks
 def test_remote_that_refuses_costs_one_warning(server: FaultServer, tmp_path: Path) -> None:
     bodies = publish(server, tmp_path / "first")
     for key in packs_of(server):
@@ -201,16 +232,7 @@ def test_remote_that_refuses_costs_one_warning(server: FaultServer, tmp_path: Pa
     assert counters["cache.remote_failures"] >= 1
 
 
-def test_foreign_objects_at_the_url_are_named_and_kept(server: FaultServer, tmp_path: Path) -> None:
-    bodies = write_objects(server)
-    server.objects["packs/cat.jpg"] = b"a photo"
-    node = FaultyNode(server, tmp_path / "first", push=True)
-    with pytest.warns(RuntimeWarning, match=r"'cat.jpg'.*no packs of a cache: give a prefix of its own"):
-        assert node.train()[0] == bodies
-        node.end()
-    assert list(packs_of(server)) == ["packs/cat.jpg"]
-
-
+@forks
 def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultServer, tmp_path: Path) -> None:
     publish(server, tmp_path / "first")
     published = packs_of(server)
@@ -243,6 +265,7 @@ def test_epoch_does_not_wait_for_a_pull(server: FaultServer, tmp_path: Path) -> 
     node.end()
 
 
+@forks
 def test_first_rank_of_a_node_pulls_for_all_of_them(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +279,7 @@ def test_first_rank_of_a_node_pulls_for_all_of_them(
     other.dataset.close()
 
 
+@forks
 def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp_path: Path) -> None:
     """Training on one of two nodes, then validation with the same cache and URL."""
     server.objects |= {f"held-out/{number}.bin": b"v%d" % number * 500 for number in range(6)}
@@ -318,6 +342,7 @@ def test_cache_counts_as_read_only_where_it_may_not_be_written(
     assert is_readonly(str(tmp_path))
 
 
+@forks
 def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
     server: FaultServer, tmp_path: Path
 ) -> None:
@@ -340,6 +365,16 @@ def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
 
 SCRIPT = """
 import json, sys
+from fastload import Cache, open_store
+from fastload.cache.remote import remote_of
+path, options = json.loads(sys.argv[1])
+cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
+remote_of(cache).pull(Cache, list)  # as if a loader read with it
+for number in range(20):
+    cache.write(cache.key(str(number)), b"x" * 3000)
+"""
+TRAINING = """
+import json, sys
 from fastload import Cache, DataLoader, ObjectDataset, open_store
 path, options = json.loads(sys.argv[1])
 if __name__ == "__main__":
@@ -350,6 +385,7 @@ if __name__ == "__main__":
 """
 
 
+@forks
 def test_cache_that_only_pulls_does_not_keep_another_one_there_from_publishing(
     server: FaultServer, tmp_path: Path
 ) -> None:
@@ -363,6 +399,7 @@ def test_cache_that_only_pulls_does_not_keep_another_one_there_from_publishing(
     assert packs_of(server)
 
 
+@forks
 def test_training_goes_on_where_no_process_can_be_started(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,9 +443,12 @@ def pulls_of(trainer: int) -> list[psutil.Process]:
     return found
 
 
-def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [SCRIPT, pytest.param(TRAINING, marks=pytest.mark.stress)], ids=["cache", "loader"]
+)
+def test_script_publishes_before_it_ends(code: str, server: FaultServer, tmp_path: Path) -> None:
     write_objects(server)
-    run_script(SCRIPT, json.dumps([str(tmp_path / "first"), server.options]))
+    run_script(code, json.dumps([str(tmp_path / "first"), server.options]))
     with contextlib.closing(Cache(tmp_path / "second")) as cache:
         assert pull(cache, open_store("s3://bucket/packs", **server.options)).records == 20
 

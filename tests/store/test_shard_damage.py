@@ -11,6 +11,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import DecodeError
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import COUNTS, LABEL, TOTAL, labels, opened, ordinary, read, shards
+from tests.storedata import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -52,7 +53,10 @@ def test_record_damaged_on_the_way_is_read_again(tmp_path: Path) -> None:
         assert epoch(streamed) == (list(range(TOTAL)), [])
 
 
-@pytest.mark.parametrize("way", ["streamed", "at random"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("tar", "streamed"), ("tfrecord", "at random"), *stress(("tar", "at random"), ("tfrecord", "streamed"))],
+)
 def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(kind: str, way: str, tmp_path: Path) -> None:
     """Where a header was damaged, nobody knew what followed. This run keeps its numbers, and says so."""
     with FaultServer(shards(kind)) as server:
@@ -107,7 +111,7 @@ def test_damage_of_the_shard_itself_stays_and_is_looked_at_once_a_run(kind: str,
         following = opened(kind, server, cache=tmp_path)
         assert not following._streams().must_stream() and len(following) == len(good) + 1
         before = server.count(key)
-        for _ in range(3):
+        for _ in range(2):
             found, errors = filled(following, list(range(len(following))))
             assert (sorted(found), errors) == (sorted(good), bad)
         assert server.count(key) == before + 1

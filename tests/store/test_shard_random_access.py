@@ -29,6 +29,7 @@ from tests.sharddata import (
     shards,
     write,
 )
+from tests.storedata import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -36,7 +37,10 @@ pytestmark = pytest.mark.usefixtures("close_all")
 # --- The cache, and numbers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["auto", "decoded"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("tar", "auto"), ("tfrecord", "decoded"), *stress(("tar", "decoded"), ("tfrecord", "auto"))],
+)
 def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
     """The same pixels as the streams gave, no request for data, in this process and in a new one."""
     with FaultServer(shards(kind)) as server:

@@ -13,7 +13,7 @@ from fastload.store.workarounds import SlashKeys
 from tests.faultserver import LIST, FaultServer
 from tests.storedata import clients, sizes
 
-EMPTY_MARKERS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
+MARKERS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
     "beside an object": ({"p/": b"", "p": b"four"}, {"p": 4}),
     "beside an object and before others": (
         {"p": b"four", "p-1": b"1", "p/": b"", "p/x": b"1"},
@@ -33,16 +33,17 @@ EMPTY_MARKERS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
 
 @clients
 @pytest.mark.parametrize("page_size", [1000, 1])
-@pytest.mark.parametrize("name", EMPTY_MARKERS)
 def test_an_empty_key_with_a_slash_is_no_sample_and_hides_none(
-    name: str, page_size: int, client: dict[str, Any]
+    page_size: int, client: dict[str, Any]
 ) -> None:
-    objects, expected = EMPTY_MARKERS[name]
-    with FaultServer({f"pre/{key}": body for key, body in objects.items()}, page_size=page_size) as server:
+    """All cases lie in one bucket, each in a folder of its own."""
+    objects = {f"pre/{name}/{key}": body for name, (some, _) in MARKERS.items() for key, body in some.items()}
+    expected = {f"{name}/{key}": size for name, (_, some) in MARKERS.items() for key, size in some.items()}
+    with FaultServer(objects | {"pre/": b""}, page_size=page_size) as server:
         store = open_store("s3://bucket/pre", **server.options, **client)
         assert sizes(store) == expected
         for key, size in expected.items():
-            assert bytes(store.read(key, server.etag(f"pre/{key}"), size)) == objects[key]
+            assert bytes(store.read(key, server.etag(f"pre/{key}"), size)) == objects[f"pre/{key}"]
 
 
 FULL: dict[str, dict[str, bytes]] = {
@@ -55,8 +56,15 @@ FULL: dict[str, dict[str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("page_size", [1000, 1])
-@pytest.mark.parametrize("name", FULL)
+# Both sizes of a page, in turn.
+PAGED = [
+    pytest.param(name, size, marks=[pytest.mark.stress] * ((at + size) % 2))
+    for at, name in enumerate(FULL)
+    for size in (1000, 1)
+]
+
+
+@pytest.mark.parametrize(("name", "page_size"), PAGED)
 def test_a_key_with_a_slash_and_content_ends_the_listing_by_name(name: str, page_size: int) -> None:
     with FaultServer({f"pre/{key}": body for key, body in FULL[name].items()}, page_size=page_size) as server:
         store = open_store("s3://bucket/pre", **server.options)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +19,7 @@ from fastload.errors import AccessDeniedError, ShortReadError, StoreError
 from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ConcurrencyLimiter, Hedging, ReadSettings, process_share
 from fastload.store import failures, open_store
-from tests.engine_cases import BAD, CASES, CLIENTS, OBJECTS, PASSING, SECRET
+from tests.engine_cases import BAD, CASES, CLIENTS, OBJECTS, PASSING, SECRET, is_long, main
 from tests.patience import PATIENCE
 
 # case -> (the error, requests for the bad object); None: the epoch is complete and right, whatever it took.
@@ -51,39 +50,48 @@ APART = [name for name in CASES if "flipped" in name or "guard removed" in name]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """client -> case -> its outcome, of all cases but those with a guard removed."""
+    """client -> case -> its outcome."""
     yield from outcomes(tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture(scope="module")
-def run_without_guards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    yield from outcomes(tmp_path_factory.mktemp("engine"), "guards-removed")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    yield from outcomes(tmp_path_factory.mktemp("engine"), long=True)
 
 
-def outcomes(folder: Path, *options: str) -> Iterator[dict[str, dict[str, Any]]]:
-    command = [sys.executable, "-m", "tests.engine_cases", str(folder), *options]
-    process = subprocess.Popen(command, start_new_session=True)
+def outcomes(folder: Path, *, long: bool = False) -> Iterator[dict[str, dict[str, Any]]]:
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=main, args=(folder, client, long)) for client in CLIENTS]
+    for process in processes:
+        process.start()
     try:
-        code = process.wait(2 * PATIENCE)  # for forty cases, of which some take long on purpose
-        said = {client: (folder / f"{client}.err").read_text() for client in CLIENTS}
-        assert code == 0, "\n".join(text[-3000:] for text in said.values())
         results = {}
-        for client in CLIENTS:
+        for client, process in zip(CLIENTS, processes, strict=True):
+            process.join(2 * PATIENCE)  # for twenty cases, of which some take long on purpose
+            said = (folder / f"{client}.err").read_text()
+            assert process.exitcode == 0, said[-3000:]
             lines = (folder / f"{client}.out").read_text().splitlines()
             results[client] = dict(map(json.loads, lines))
-            results[client]["said"] = {"shows_secret": SECRET in said[client]}
+            results[client]["said"] = {"shows_secret": SECRET in said}
         yield results
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
-def test_through_the_whole_loader(name: str, client: str, run: dict[str, dict[str, Any]]) -> None:
-    if name == "expired, provider" and client == "s3fs":
-        pytest.skip("s3fs takes no provider of ours; botocore renews roles and profiles itself")
+WHOLE = [
+    pytest.param(name, client, marks=[pytest.mark.stress] * is_long(name, client))
+    for name in CASES
+    for client in CLIENTS
+    # s3fs takes no provider of ours; botocore renews roles and profiles itself.
+    if name not in APART and (name, client) != ("expired, provider", "s3fs")
+]
+
+
+@pytest.mark.parametrize(("name", "client"), WHOLE)
+def test_through_the_whole_loader(name: str, client: str, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue("long_run" if is_long(name, client) else "run")
     found = run[client][name]
     assert "raised" not in found, found
     error, requests = EXPECTED[name]
@@ -118,7 +126,7 @@ def test_fault_that_passes_is_retried_unseen(name: str, client: str, run: dict[s
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_what_the_client_log_shows(client: str, run: dict[str, dict[str, Any]]) -> None:
-    """Every case ran with logging at DEBUG."""
+    """The cases ran with logging at DEBUG, of s3fs those of `LOGGED`."""
     assert run[client]["said"]["shows_secret"] is False
 
 
@@ -157,10 +165,8 @@ def test_flipped_bytes(run: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.stress
 @pytest.mark.parametrize("client", CLIENTS)
-def test_guard_removed_the_cases_above_would_fail(
-    client: str, run_without_guards: dict[str, dict[str, Any]]
-) -> None:
-    found = run_without_guards[client]
+def test_guard_removed_the_cases_above_would_fail(client: str, long_run: dict[str, dict[str, Any]]) -> None:
+    found = long_run[client]
     # The changed object passes for the listed one.
     assert found["guard removed: no version check"]["error"] is None
     assert "WRONG BYTES" in found["guard removed: no length check"]["keys"]

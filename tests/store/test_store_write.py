@@ -67,7 +67,7 @@ def by_pairs(faults: Mapping[str, Any], size: int) -> Any:
     cases = [
         pytest.param(
             name,
-            (size, 20 << 20)[parts],
+            (size, 10 << 20)[parts],
             CLIENTS[(at + parts) % 2],
             id=f"{name}-{('whole', 'in parts')[parts]}",
         )

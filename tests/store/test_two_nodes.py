@@ -8,6 +8,7 @@ the server counts what the nodes ask of it.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,12 +24,13 @@ import torch
 import fastload
 from fastload import Cache
 from tests.bucketdata import Bucket, serve_photos
+from tests.forked import run_program
 from tests.patience import PATIENCE
 from tests.ports import free_port
 
 ROOT = Path(fastload.__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "resnet50"
-IMAGES = 96
+IMAGES = 48
 RANKS = 2  # of each node
 
 pytestmark = pytest.mark.skipif(
@@ -46,27 +48,30 @@ def train(directory: Path, bucket: Bucket, *options: str) -> list[dict[str, Any]
     """Two epochs on two nodes; what rank 0 reported of each."""
     environment = {"AWS_ACCESS_KEY_ID": bucket.server.key, "AWS_SECRET_ACCESS_KEY": bucket.server.secret}
     environment |= {"AWS_ENDPOINT_URL": bucket.proxy.url, "AWS_REGION": "us-east-1"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, str(directory), *options]
-    agents = subprocess.Popen(
-        command,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment |= {"OMP_NUM_THREADS": "1"}
+    context = multiprocessing.get_context("forkserver")
+    arguments = (directory, os.environ | environment, options)
+    agents = context.Process(target=run_apart, args=arguments)
+    agents.start()
     try:
-        said, _ = agents.communicate(timeout=PATIENCE)
+        agents.join(PATIENCE)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(agents.pid, signal.SIGKILL)
-        agents.wait()
-    assert agents.returncode == 0, said
+            os.killpg(agents.pid or 0, signal.SIGKILL)
+    assert agents.exitcode == 0, (directory / "log").read_text()
     return [json.loads(line) for line in (directory / "out-0" / "epochs.jsonl").read_text().splitlines()]
 
 
-def run_agents(directory: Path, options: list[str]) -> int:
+def run_apart(directory: Path, environment: dict[str, str], options: tuple[str, ...]) -> None:
+    """Run the trainer in a session of its own, with a log in `directory`."""
+    os.setsid()
+    with (directory / "log").open("w") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    run_program(lambda: sys.exit(run_agents(directory, options)), ["train.py"], environment, None)
+
+
+def run_agents(directory: Path, options: tuple[str, ...]) -> int:
     """Run the trainer under the agents of both nodes; the number of those that failed."""
     from torch.distributed.run import config_from_args, elastic_launch, parse_args
 
@@ -84,7 +89,7 @@ def run_agents(directory: Path, options: list[str]) -> int:
             torchrun += ["--master-addr=127.0.0.1", f"--master-port={port}", "--local-addr=127.0.0.1"]
             arguments = ["s3://photos", "--cache", str(directory / f"ssd-{node}")]
             arguments += ["--out", str(directory / f"out-{node}"), "--epochs", "2", "--no-eval"]
-            arguments += ["--model", "resnet18", "--simulate-gpu-rate", "100000", "--batch-size", "8"]
+            arguments += ["--model", "resnet18", "--simulate-gpu-rate", "100000", "--batch-size", "4"]
             arguments += ["--resolution", "32", "--num-workers", "1", *options]
             config, _, _ = config_from_args(parse_args([*torchrun, "train.py"]))
             config.start_method = "fork"
@@ -126,7 +131,3 @@ def test_missing_ray_is_named_with_its_install_line(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1
     assert "pip install 'ray[train]'" in done.stderr
-
-
-if __name__ == "__main__":
-    sys.exit(run_agents(Path(sys.argv[1]), sys.argv[2:]))

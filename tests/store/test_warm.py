@@ -80,7 +80,7 @@ def test_warm_reports_and_skips_a_bad_object(tmp_path: Path) -> None:
     assert "DecodeError" in failure["error"] and "HTML" in failure["error"]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.stress), 2])
 def test_full_cache_ends_the_warming(bucket: Bucket, warm: Warm, tmp_path: Path, workers: int) -> None:
     before, limited = bucket.gets(), ["--size-limit", "1500KB", "--num-workers", workers]
     code, document = warm(tmp_path, *limited)
