@@ -23,6 +23,10 @@ import pytest
 # Several test processes share the cores. Threads of torch that have no work must not spin there: that was
 # half of the CPU of some tests. It is read where torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Each client of a store reads the authorities that the machine trusts, 6 ms for 150 of them. No server of the
+# tests has a certificate: one authority, whose key nobody has, is enough.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data" / "authority.pem")
+os.environ["SSL_CERT_DIR"] = os.devnull
 
 from fastload.fetch import threads
 from fastload.store import client_process

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ def run_program(
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
     launcher._forked = False  # it has no connection of the process that it is a fork of
+    for finalizer in list(weakref.finalize._registry):  # 20 ms for what `import torch` has registered
+        finalizer.atexit = False
     sys.argv = words
     try:
         program()

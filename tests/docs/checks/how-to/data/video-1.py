@@ -4,6 +4,7 @@ import numpy as np
 import fastload
 
 generator = np.random.default_rng(0)
+bucket = fastload.open_store("s3://bucket")
 
 
 def put(name, frames, width=96, height=64):
@@ -19,7 +20,7 @@ def put(name, frames, width=96, height=64):
             image[:8] = np.repeat([255 * (number >> bit & 1) for bit in range(12)], 8)[None, :, None]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
-    fastload.open_store("s3://bucket").write(name, open(film, "rb").read())
+    bucket.write(name, open(film, "rb").read())
 
 
 def number_of(image):
