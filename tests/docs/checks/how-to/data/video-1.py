@@ -8,8 +8,8 @@ bucket = fastload.open_store("s3://bucket")
 
 
 def put(name, frames, width=96, height=64):
-    """A film of noise, with the frame's number as black and white squares along its upper edge."""
-    noise = generator.integers(0, 255, (16, height, width, 3), dtype=np.uint8)
+    """A film of faint noise, with the frame's number as black and white squares along its upper edge."""
+    noise = generator.integers(96, 160, (16, height, width, 3), dtype=np.uint8)
     film = "film" + name[-4:]
     with av.open(film, "w", options={"movflags": "faststart"} if "films" in name else {}) as container:
         stream = container.add_stream("mpeg4", rate=24 if film.endswith("mkv") else 25)
