@@ -26,7 +26,7 @@ __all__ = ["answer", "command", "document", "run", "script", "start", "store_wor
 
 ROOT = Path(__file__).parents[1]
 # The tree of all commands is made once, as in a process of its own. To make it for each was half of its time.
-typer.testing._get_command = functools.cache(typer.main.get_command)
+typer.testing._get_command = typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def command(*words: object, stdin: str = "") -> Any:

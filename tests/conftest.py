@@ -10,6 +10,7 @@ test_ in their names are support for these.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,10 @@ import pytest
 # Several test processes share the cores. Threads of torch that have no work must not spin there: that was
 # half of the CPU of some tests. It is read where torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Each client of a store reads the authorities that the machine trusts, 6 ms for 150 of them. No server of the
+# tests has a certificate: one authority, whose key nobody has, is enough.
+os.environ["SSL_CERT_FILE"] = str(Path(__file__).parent / "data" / "authority.pem")
+os.environ["SSL_CERT_DIR"] = os.devnull
 
 from fastload.fetch import threads
 from fastload.store import client_process
@@ -50,6 +55,15 @@ multiprocessing.set_forkserver_preload(
 threads.IDLE_SECONDS = 0.1
 client_process.IDLE_SECONDS = 1.0
 _FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    gc.disable()  # what is imported stays: to look for garbage in it took a tenth of the time
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.util
 import inspect
 import json
@@ -144,9 +145,12 @@ def template(node: ast.expr) -> str:
 @functools.cache
 def modules() -> dict[Path, ast.Module]:
     """What the package's files say."""
-    return {
-        path: ast.parse(path.read_text()) for path in sorted(Path(fastload.__file__).parent.rglob("*.py"))
-    }
+    gc.disable()  # to look for garbage among so many new objects takes twice as long as to make them
+    try:
+        package = Path(fastload.__file__).parent
+        return {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    finally:
+        gc.enable()
 
 
 def words(text: str) -> str:
@@ -155,7 +159,8 @@ def words(text: str) -> str:
 
 def test_every_message_of_the_page_is_in_the_code() -> None:
     nodes = (node for tree in modules().values() for node in ast.walk(tree))
-    text = "\n".join(words(template(node)) for node in nodes if isinstance(node, ast.expr))
+    texts = (node for node in nodes if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)))
+    text = "\n".join(words(template(node)) for node in texts)
     gone = []
     for first in re.findall(r"^\| (`.*?) \| ", (REFERENCE / "errors.md").read_text(), re.M):
         for message in re.findall(r"`([^`]+)`", first):
@@ -214,6 +219,7 @@ def test_every_command_and_option_is_on_the_page(commands: Any) -> None:
 # --- counters and JSON
 
 
+@functools.cache
 def bumped() -> set[str]:
     """The counters that the code adds to."""
     found = {"idle.seconds", "slot.seconds"}  # by an f-string

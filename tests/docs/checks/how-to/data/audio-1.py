@@ -6,13 +6,14 @@ import soundfile
 import fastload
 
 generator = np.random.default_rng(0)
+bucket = fastload.open_store("s3://bucket")
 
 
 def put(name, seconds):
     noise = 0.1 * generator.normal(size=int(16_000 * seconds))
     file = io.BytesIO()
     soundfile.write(file, noise, 16_000, format=name.rpartition(".")[2].upper())
-    fastload.open_store("s3://bucket").write(name, file.getvalue())
+    bucket.write(name, file.getvalue())
     return noise
 
 

@@ -1,11 +1,11 @@
 import json
 import fastload
 
-bucket = fastload.open_store("s3://bucket")
-keys = [info.key for page in fastload.open_store("s3://bucket/train").list() for info in page]
+bucket, train = fastload.open_store("s3://bucket"), fastload.open_store("s3://bucket/train")
+keys = [info.key for page in train.list() for info in page]
 lines, rows, boxes = ["image,label,price,caption"], [], []
 for number, key in enumerate(sorted(keys)):
-    bucket.write(f"photos/{number:04d}.jpg", bytes(fastload.open_store("s3://bucket/train").read(key)))
+    bucket.write(f"photos/{number:04d}.jpg", bytes(train.read(key)))
     lines.append(f"{key},{number % 2},{number / 4},photo {number}")
     rows.append(f"{number:04d},{number % 3}")
     boxes.append(

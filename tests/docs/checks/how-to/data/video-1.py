@@ -4,11 +4,12 @@ import numpy as np
 import fastload
 
 generator = np.random.default_rng(0)
+bucket = fastload.open_store("s3://bucket")
 
 
 def put(name, frames, width=96, height=64):
-    """A film of noise, with the frame's number as black and white squares along its upper edge."""
-    noise = generator.integers(0, 255, (16, height, width, 3), dtype=np.uint8)
+    """A film of faint noise, with the frame's number as black and white squares along its upper edge."""
+    noise = generator.integers(96, 160, (16, height, width, 3), dtype=np.uint8)
     film = "film" + name[-4:]
     with av.open(film, "w", options={"movflags": "faststart"} if "films" in name else {}) as container:
         stream = container.add_stream("mpeg4", rate=24 if film.endswith("mkv") else 25)
@@ -19,7 +20,7 @@ def put(name, frames, width=96, height=64):
             image[:8] = np.repeat([255 * (number >> bit & 1) for bit in range(12)], 8)[None, :, None]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
         container.mux(stream.encode())
-    fastload.open_store("s3://bucket").write(name, open(film, "rb").read())
+    bucket.write(name, open(film, "rb").read())
 
 
 def number_of(image):
