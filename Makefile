@@ -24,7 +24,7 @@ check: $(dev_set)  ## the tests that need no server and no other process, for th
 	$(bin)/python -m pytest -n 2 tests/unit -m "not stress" $(ARGS)
 
 test: $(dev_set)  ## all tests except the long forms and the guard-removed tests
-	$(bin)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not stress" $(ARGS)
+	$(bin)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not stress" $(ARGS)
 
 stress: $(dev_set)  ## the long forms, and the tests that remove a guard and show the harm
 	$(bin)/python -m pytest -m stress $(ARGS)

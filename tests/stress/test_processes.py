@@ -11,9 +11,8 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,8 +20,7 @@ import psutil
 import pytest
 
 from tests.patience import PATIENCE
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.scripts import Script, Scripts, serve_scripts
 
 TRAINER = """
 import json, os, random, signal, sys
@@ -81,25 +79,19 @@ CASES = [
 ]
 
 
-def check(case: dict[str, object], tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(TRAINER)
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[Scripts]:
+    with serve_scripts("import torch\nfrom fastload import DataLoader") as scripts:
+        yield scripts
+
+
+def check(case: dict[str, object], scripts: Scripts, tmp_path: Path) -> None:
     shared_before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names are what is compared
     started = time.monotonic()
-    with (tmp_path / "err").open("w+") as err:
-        trainer = subprocess.Popen(
-            [sys.executable, "-W", "ignore", path, json.dumps(case)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            start_new_session=True,
-        )
-        workers = _follow(trainer, str(case["end"]))
-        assert trainer.wait(PATIENCE) is not None
-        left = psutil.wait_procs(workers, timeout=PATIENCE)[1]
-        err.seek(0)
-        text = err.read()
+    trainer = scripts.start(TRAINER, json.dumps(case), path=tmp_path / "train.py")
+    workers = _follow(trainer, str(case["end"]))
+    _, text = trainer.communicate()
+    left = psutil.wait_procs(workers, timeout=PATIENCE)[1]
     assert not left, f"workers outlived their trainer: {left}"
     code, message = EXPECTED[str(case["end"])]
     assert (trainer.returncode, text.count("Traceback")) == (code, 1 if message else 0), text
@@ -109,20 +101,16 @@ def check(case: dict[str, object], tmp_path: Path) -> None:
     assert not ours, f"left in /dev/shm: {ours}"
 
 
-def _follow(trainer: subprocess.Popen[str], end: str) -> list[psutil.Process]:
+def _follow(trainer: Script, end: str) -> list[psutil.Process]:
     """All workers it had, and what else it started; sends the signal when the trainer says so."""
-    assert trainer.stdout is not None
     family: dict[int, psutil.Process] = {}
     for line in trainer.stdout:
         with suppress(psutil.NoSuchProcess):
             family |= {child.pid: child for child in psutil.Process(trainer.pid).children(recursive=True)}
         if line.strip() == "now":
-            if end == "ctrl-c":
-                os.killpg(trainer.pid, SIGNALS[end])
-            else:
-                trainer.send_signal(SIGNALS[end])
+            send = os.killpg if end == "ctrl-c" else os.kill
+            send(trainer.pid, SIGNALS[end])
             break
-    trainer.stdout.close()
     return list(family.values())
 
 
@@ -131,10 +119,10 @@ def _case(number: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("end", EXPECTED)
-def test_each_end_once(end: str, tmp_path: Path) -> None:
+def test_each_end_once(end: str, scripts: Scripts, tmp_path: Path) -> None:
     rng = random.Random(end)
     case = {"end": end, "seed": rng.randrange(1000), "context": "fork"}
-    check(case | {name: rng.random() < 0.5 for name in ("pin", "persistent", "in_order")}, tmp_path)
+    check(case | {name: rng.random() < 0.5 for name in ("pin", "persistent", "in_order")}, scripts, tmp_path)
 
 
 SEEDS = int(os.environ.get("FASTLOAD_SEEDS", "20"))
@@ -143,5 +131,5 @@ SEEDS = int(os.environ.get("FASTLOAD_SEEDS", "20"))
 @pytest.mark.stress
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 @pytest.mark.parametrize("number", range(SEEDS * 2))
-def test_all_ends(number: int, context: str, tmp_path: Path) -> None:
-    check({**_case(random.Random(number).randrange(10**6)), "context": context}, tmp_path)
+def test_all_ends(number: int, context: str, scripts: Scripts, tmp_path: Path) -> None:
+    check({**_case(random.Random(number).randrange(10**6)), "context": context}, scripts, tmp_path)
