@@ -11,10 +11,11 @@ test_ in their names are support for these.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,33 @@ multiprocessing.set_forkserver_preload(
 threads.IDLE_SECONDS = 0.1
 client_process.IDLE_SECONDS = 1.0
 _FAILED = pytest.StashKey[bool]()
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     gc.disable()  # what is imported stays: to look for garbage in it took a tenth of the time
     try:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            _import_tests(session.config.args)
         return (yield)
     finally:
         gc.enable()
+
+
+def _import_tests(paths: list[str]) -> None:
+    """Import the test modules, each process of xdist from another one on.
+
+    In a fresh checkout each finds compiled what another has compiled, where all would compile the same ones
+    side by side: 9 s of CPU each.
+    """
+    number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    modules = sorted({module for path in paths for module in Path(path).absolute().rglob("test_*.py")})
+    first = number * len(modules) // count
+    for module in modules[first:] + modules[:first]:
+        name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
+        with suppress(Exception, pytest.skip.Exception):  # collecting it fails again, and says so
+            importlib.import_module(name)
 
 
 def pytest_collection_finish() -> None:
