@@ -21,7 +21,7 @@ bench: $(bench_set)  ## fastload and the other loaders: the tables of docs/bench
 	$(bin)/python -m bench compare $(ARGS)
 
 check: $(dev_set)  ## the tests that need no server and no other process, for the inner loop
-	$(bin)/python -m pytest -n 2 tests/unit -m "not stress" $(ARGS)
+	$(bin)/python -m pytest -n 4 tests/unit -m "not stress" $(ARGS)
 
 test: $(dev_set)  ## all tests except the long forms and the guard-removed tests
 	$(bin)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not stress" $(ARGS)
