@@ -62,12 +62,14 @@ def store_words(options: Mapping[str, Any], *names: str) -> list[str]:
 
 
 @contextmanager
-def start(*words: object) -> Iterator[Forked]:
-    """`python -m fastload WORDS` in a process and a session of its own, killed if it outlives the block."""
-    command = [sys.executable, "-m", "fastload", *map(str, words)]
+def start(
+    *words: object, module: str = "fastload", cwd: Path | None = ROOT, **variables: str
+) -> Iterator[Forked]:
+    """`python -m MODULE WORDS` in a process and a session of its own, killed if it outlives the block."""
+    command = [sys.executable, "-m", module, *map(str, words)]
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "out").open("w") as out, (Path(folder) / "err").open("w") as err:
-            running = Forked(command, env=os.environ, stdout=out, stderr=err, cwd=ROOT)
+            running = Forked(command, env=os.environ | variables, stdout=out, stderr=err, cwd=cwd)
         try:
             yield running
         finally:

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 
 
+def stress(*cases: Any) -> list[Any]:
+    """Cases of `parametrize` that only `make stress` runs: breadth, which rarely finds a fault."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.stress)
+        for case in cases
+    ]
+
+
 def short_form(cases: Iterable[Any], is_short: Callable[..., bool]) -> list[Any]:
     """The cases of a table; those for which `is_short(*case)` does not hold are marked as `stress`."""
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=[] if is_short(*values) else pytest.mark.stress))
+        found += [case] if is_short(*values) else stress(case)
     return found

@@ -16,14 +16,6 @@ BODY = bytes(range(256)) * 800  # 204,800 bytes
 CANARY = "canarySECRETcanary0123456789"
 
 
-def stress(*cases: Any) -> list[Any]:
-    """Cases of `parametrize` that only `make stress` runs: breadth, which rarely finds a fault."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.stress)
-        for case in cases
-    ]
-
-
 def write(folder: Path, objects: Mapping[str, bytes]) -> str:
     """Write objects as files, by key; the path of the folder."""
     folder.mkdir(parents=True, exist_ok=True)

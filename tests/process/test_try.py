@@ -17,7 +17,7 @@ import torch
 
 from fastload.cli import trial
 from fastload.cli.demo.photos import make_dataset
-from tests.commands import command
+from tests.commands import command, start
 from tests.forked import Forked
 from tests.patience import PATIENCE
 from tests.ports import free_port
@@ -103,12 +103,9 @@ def forked(
     *arguments: object, cwd: Path | None = None, module: str = "fastload", **variables: str
 ) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of `python -m MODULE ARGUMENTS`, forked."""
-    folder = Path(tempfile.mkdtemp())
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        words = [sys.executable, "-m", module, *map(str, arguments)]
-        env = os.environ | variables
-        code = Forked(words, env=env, stdout=out, stderr=err, cwd=cwd).wait(PATIENCE)
-    return code, Path(out.name).read_text(), Path(err.name).read_text()
+    with start(*arguments, module=module, cwd=cwd, **variables) as running:
+        out, err = running.communicate(PATIENCE)
+    return running.wait(), out, err
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from fastload.store import open_store, with_budget
 from fastload.store.budget import Limits, RequestBudget
 from tests.faultserver import Fault, FaultServer
 from tests.patience import wait_until
-from tests.storedata import stress
+from tests.shortform import stress
 
 OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(48)}
 

@@ -14,7 +14,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import LimitError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.kinds import COUNT, KINDS, Kind, numbers, photo
-from tests.storedata import stress
+from tests.shortform import stress
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

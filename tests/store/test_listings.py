@@ -24,7 +24,7 @@ from fastload.distributed import launcher
 from fastload.errors import ArgumentError, StoreError
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
-from tests.storedata import stress
+from tests.shortform import stress
 
 OBJECTS = {f"cat/{i}.jpg": b"%d" % i for i in range(3)} | {"dog/0.jpg": b"dog"}
 

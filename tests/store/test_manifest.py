@@ -30,7 +30,8 @@ from fastload.store.manifest import Manifest
 from tests.commands import script
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
-from tests.storedata import stress, write
+from tests.shortform import stress
+from tests.storedata import write
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
 FILES = {

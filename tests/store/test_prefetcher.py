@@ -33,7 +33,7 @@ from fastload.store.local import LocalStore
 from tests.cachedata import segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, interrupt_when, wait_until
-from tests.storedata import stress
+from tests.shortform import stress
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
 IN_RANGES = ReadSettings(large_object=3000, range_size=1000)

@@ -11,7 +11,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import DecodeError
 from tests.faultserver import Fault, FaultServer
 from tests.sharddata import COUNTS, LABEL, TOTAL, labels, opened, ordinary, read, shards
-from tests.storedata import stress
+from tests.shortform import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

@@ -32,7 +32,7 @@ from tests.sharddata import (
     shards,
     write,
 )
-from tests.storedata import stress
+from tests.shortform import stress
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

@@ -250,7 +250,7 @@ def test_include() -> None:
 
 def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All texts and the charts of the newest full result; a quick one is passed over."""
-    monkeypatch.setattr(charts, "CHARTS", {name: charts.CHARTS[name] for name in ("best",)})
+    monkeypatch.setattr(charts, "CHARTS", {name: charts.CHARTS[name] for name in ("best", "first-epoch")})
     monkeypatch.setattr(report_page, "_pictures", lambda document, *names: [])
     for date, quick in (("2026-11-19", False), ("2026-11-20", False), ("2026-11-21", True)):
         document = {**small, "date": f"{date}T10:00:00+00:00", "quick": quick}
@@ -264,7 +264,7 @@ def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path.write_text(f"{report.BEGIN}\n{report.END}\n")
     written = report.write(newest, tmp_path, tmp_path)
     assert all(text in (tmp_path / name).read_text() for name, text in texts.items())
-    pictures = [f"compare-best{dark}.png" for dark in ("", "-dark")]
+    pictures = [f"compare-{name}{dark}.png" for name in ("best", "first-epoch") for dark in ("", "-dark")]
     assert [str(path.relative_to(tmp_path)) for path in written] == [*texts, *pictures]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[len(texts) :])
 

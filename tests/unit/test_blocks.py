@@ -14,7 +14,7 @@ def block_of(counts: tuple[int, ...]) -> list[int]:
     return [block for block, count in enumerate(counts) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(10))
 def test_order_of_random_blocks(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(25):

@@ -265,7 +265,6 @@ SPEC = {"b": bytes, "s": str, "i": int, "f": float, "bb": [bytes], "ss": [str], 
     st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5),
     st.lists(st.floats(width=32, allow_nan=False), max_size=5),
 )
-@settings(max_examples=30)
 def test_example_round_trip(b: bytes, s: str, i: int, f: float, ii: list[int], ff: list[float]) -> None:
     given_ = {"b": b, "s": s, "i": i, "f": f, "bb": [b, b""], "ss": [s], "ii": ii or [0], "ff": ff or [0.0]}
     found = parse_example(memoryview(encode_example(given_)), SPEC)
@@ -445,7 +444,7 @@ def test_sizes_beyond_the_shard_are_refused() -> None:
     assert "the limit" in str(split(TarSplitter, tar_file(huge, form=tarfile.GNU_FORMAT))[0].error)
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_tars_never_crash_or_grow(data: st.DataObject) -> None:
     valid = bytearray(

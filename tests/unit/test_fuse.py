@@ -136,7 +136,7 @@ def assert_alike(ours: Any, theirs: Any, levels: float = 2) -> None:
 def test_same_seed_gives_torchvisions_sample(compose: Any) -> None:
     fused = fuse(compose)
     assert fused.kept == () and fused._fills_rows
-    for seed, shape in enumerate(SHAPES):
+    for seed, shape in enumerate(SHAPES * 2):
         pixels = scene(*shape)
         torch.manual_seed(seed)
         theirs = compose(Image.fromarray(pixels))

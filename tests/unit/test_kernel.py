@@ -184,7 +184,7 @@ QUALITY = [(400, 45.0, 40.0), (224, 40.0, 34.0), (112, 38.0, 32.0), (48, 36.0, 3
 @pytest.mark.parametrize(("size", "mean", "lowest"), QUALITY)
 @pytest.mark.parametrize("kind", ["random", "centre"])
 def test_kernel_and_fallback_agree(kind: str, size: int, mean: float, lowest: float) -> None:
-    photos = [pillow_jpeg(scene(1000, 750, seed), quality=90) for seed in range(4)] * 2
+    photos = [pillow_jpeg(scene(1000, 750, seed), quality=90) for seed in range(4)] * 4
     transform: Any = RandomResizedCrop(size, flip=0.5)
     if kind == "centre":
         transform = CenterCrop(size, resize=round(size * 256 / 224))

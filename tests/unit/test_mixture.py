@@ -65,7 +65,7 @@ def test_weights_that_change_at_every_step_never_put_a_source_a_sample_ahead(cou
     """Each step gives all weight to the sources that are due most, which is the worst for any rule."""
     rng = random.Random(count)
     bound = sum(Fraction(1, at) for at in range(1, count // 2 + 1))
-    for _ in range(10):
+    for _ in range(30):
         mixed = mixing([rng.randint(1, 9) for _ in range(count)])
         worst = rng.random()
         targets = [Fraction(0)] * count
@@ -391,7 +391,7 @@ def check_histories(seeds: range) -> None:
 
 
 def test_random_histories_give_the_samples_of_the_simulation() -> None:
-    check_histories(range(30))
+    check_histories(range(100))
 
 
 @pytest.mark.stress

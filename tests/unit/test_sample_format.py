@@ -60,7 +60,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(samples)
-@settings(max_examples=40)
 def test_round_trip(sample: Any) -> None:
     assert same(load(dump(sample)), sample)
     assert same(load(bytearray(dump(sample))), sample)
@@ -188,7 +187,7 @@ def test_refusal_names_type_and_place() -> None:
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=300)
 def test_damage_is_an_error_or_another_value_but_never_more(data: st.DataObject) -> None:
     """The cache's checksum finds damage. Behind it, damage causes no crash and no huge allocation."""
     image = np.arange(60, dtype=np.int32).reshape(3, 20)
