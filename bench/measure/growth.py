@@ -38,7 +38,7 @@ __all__ = ["objects", "sizes"]
 TOGETHER = 1_000_000  # objects, from which on listing takes each peer more than a minute
 TURNS_SECONDS = 10.0  # after which no further turn begins
 ALONE = 10_000_000  # objects, from which on only fastload runs
-MOST_SECONDS = 400.0
+MOST_SECONDS = 240.0
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ class Start(NamedTuple):
 def objects(counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each count and contender: at least one turn of all, at most `repeats`, within about 10 s.
 
-    A contender without a first batch within 400 s has no row.
+    A contender without a first batch within 240 s has no row.
     """
     from bench.measure.listing_server import bucket_of, serve_listing
 
