@@ -13,6 +13,7 @@ import errno
 import os
 import pickle
 import socket
+import struct
 import traceback
 import weakref
 from array import array
@@ -34,6 +35,7 @@ from fastload.workers.slots import PackedBatch, anonymous_file
 _PACKET_LIMIT = 64 << 10
 _FDS_PER_MESSAGE = 253  # the kernel's limit
 _FD_BYTES = array("i", [0]).itemsize
+_HEADER = struct.Struct("=?Q")  # whether the message is in an anonymous file, and its number from 1
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+        self._outbox: deque[tuple[bytes, bytes, list[int]]] = deque()
+        self._sent = self._taken = 0  # numbers of the last messages
         # Not left to the loader's `__del__` alone: a socket that is collected before it would warn.
         self.close = weakref.finalize(self, _close, sock, self._outbox)
         self.close.atexit = False
@@ -243,7 +246,9 @@ class Channel:
             spill = anonymous_file(len(data))
             os.pwrite(spill, data, 0)
             data, fds = b"", [spill, *fds]
-        self._outbox.append((data, fds))
+        self._sent += 1
+        # The header keeps a message that is all spill from looking like an end-of-file.
+        self._outbox.append((_HEADER.pack(not data, self._sent), data, fds))
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
@@ -253,14 +258,14 @@ class Channel:
             BrokenPipeError, ConnectionResetError: the peer is gone.
         """
         while self._outbox:
-            data, fds = self._outbox[0]
+            header, data, fds = self._outbox[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
             flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
             try:
-                # The leading byte keeps a message that is all spill from looking like an end-of-file.
-                self._socket.sendmsg([b"s" if not data else b"d", data], rights, flags)
+                self._socket.sendmsg([header, data], rights, flags)
             except BlockingIOError:
                 return
+            # Ctrl-C may come before this line. The message is then sent once more, which the peer ignores.
             self._outbox.popleft()
             for fd in fds:
                 os.close(fd)
@@ -275,7 +280,7 @@ class Channel:
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
             data, rights, truncated, _ = self._socket.recvmsg(
-                _PACKET_LIMIT + 1, socket.CMSG_SPACE(_FDS_PER_MESSAGE * _FD_BYTES), flags
+                _PACKET_LIMIT + _HEADER.size, socket.CMSG_SPACE(_FDS_PER_MESSAGE * _FD_BYTES), flags
             )
         except BlockingIOError:
             return None
@@ -291,18 +296,24 @@ class Channel:
             for fd in received:
                 os.close(fd)
             raise OSError(errno.EMFILE, "Too many open files: raise the limit with `ulimit -n`")
-        if data[:1] == b"s":
+        spilled, number = _HEADER.unpack_from(data)
+        if number <= self._taken:
+            for fd in received:
+                os.close(fd)
+            return self.receive(wait=wait)
+        self._taken = number
+        if spilled:
             with os.fdopen(received.pop(0), "rb") as spill:
                 spill.seek(0)
                 return pickle.load(spill), received
-        return pickle.loads(memoryview(data)[1:]), received
+        return pickle.loads(memoryview(data)[_HEADER.size :]), received
 
 
-def _close(sock: socket.socket, outbox: deque[tuple[bytes, list[int]]]) -> None:
+def _close(sock: socket.socket, outbox: deque[tuple[bytes, bytes, list[int]]]) -> None:
     """Close an end and every descriptor that was not sent. The peer reads an end-of-file."""
     sock.close()
     while outbox:
-        for fd in outbox.popleft()[1]:
+        for fd in outbox.popleft()[2]:
             os.close(fd)
 
 

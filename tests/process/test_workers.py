@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -556,6 +557,27 @@ def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.join()
     nap.make = int
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+
+
+def test_message_that_ctrl_c_leaves_in_the_outbox_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that is released twice would be the memory of two batches."""
+    numbers = Numbers(24, lambda i: torch.full((25_000,), i))
+    loader = DataLoader(numbers, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)  # and the next message carries its slot
+    sendmsg = socket.socket.sendmsg
+
+    def send_and_interrupt(self: socket.socket, *arguments: Any) -> None:
+        sendmsg(self, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(socket.socket, "sendmsg", send_and_interrupt)
+        next(iterator)
+    for _ in range(2):
+        held = list(loader)
+        assert [int(batch[0, 0]) for batch in held] == list(range(24))
 
 
 def test_interpreter_exit_with_a_live_iterator(scripts: Scripts) -> None:
