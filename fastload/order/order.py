@@ -111,7 +111,7 @@ class EpochOrder:
         count = 0 if self.streamed else step - self.step if samplers.tracks_state else step
         passed = itertools.islice(made, count)
         if samplers.checked and self.check is not None and self.check[0] == count:
-            _compare(samplers, check_of(passed), self.check[1])
+            _compare(samplers, check_of(map(samplers.keep, passed)), self.check[1])
         else:
             deque(passed, maxlen=0)
 
@@ -151,7 +151,7 @@ class EpochOrder:
             raise ArgumentError(
                 f"epoch {self.epoch} has no step {step} on this rank: it has {count:,} steps, from 0 on"
             )
-        return index
+        return samplers.keep(index)
 
     def _copies(
         self, samplers: Samplers, dataset: Any, step: int, rank: int | None, replicas: int | None

@@ -151,6 +151,7 @@ class Position:
                 index = next(index_batches, _END)
             if index is _END:
                 break
+            index = samplers.keep(index)
             if samplers.tracks_state:
                 state = replace(samplers.state(), over=samplers.is_cut_off(index))
                 self._after[number] = _After(state, None)

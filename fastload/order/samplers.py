@@ -225,6 +225,18 @@ class Samplers:
         size = 1 if self.single or isinstance(self.index_sampler, BudgetSampler) else self.batch_size
         return size * (replicas or self.replicas or 1) if isinstance(size, int) else 1
 
+    def keep(self, index: Any) -> Any:
+        """Return an index batch that stays as it is.
+
+        torch reads one once and at once. Here it is drawn ahead and read several times, and a sampler may
+        fill the same list, array or tensor again, or give an iterator.
+        """
+        if isinstance(index, list | np.ndarray):
+            return copy.copy(index)
+        if isinstance(index, torch.Tensor):
+            return index.clone()
+        return list(index) if isinstance(index, Iterator) and not self.single else index
+
     def is_cut_off(self, index: Any) -> bool:
         """Return True for a last batch that is not full: its sampler stands before the next epoch."""
         inner = self.stateful is not None and self.stateful is not self.index_sampler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -14,6 +15,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -420,6 +422,43 @@ def test_samplers(dataset: Any, arguments: dict[str, Any], workers: int) -> None
         return list(loader), workers or list(loader), len(loader)
 
     same(body)
+
+
+class Refills:
+    """A batch sampler that fills the same buffer for each batch; without one, it gives iterators."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        for first in range(0, 12, 4):
+            if self.buffer is None:
+                yield iter(range(first, first + 4))
+                continue
+            for row in range(4):
+                self.buffer[row] = first + row
+            yield self.buffer
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("buffer", [[0] * 4, np.zeros(4, int), torch.zeros(4).long(), None], ids=type)
+def test_batch_sampler_that_fills_one_buffer(buffer: Any, workers: int, tmp_path: Path) -> None:
+    """Batches of a dataset that reads ahead are drawn ahead."""
+    for number in range(12):
+        (tmp_path / f"{number:02}").write_text(str(number))
+    with contextlib.closing(fastload.ObjectDataset(str(tmp_path), decode=int)) as objects:
+        for dataset in (objects, Numbers(12)):
+            loader = fastload.DataLoader(dataset, batch_sampler=Refills(buffer), num_workers=workers)
+            iterator = iter(loader)
+            assert next(iterator).tolist() == [0, 1, 2, 3]
+            state = loader.state_dict()
+            rest = [batch.tolist() for batch in iterator]
+            assert rest == [[4, 5, 6, 7], [8, 9, 10, 11]]
+            loader.load_state_dict(state)
+            assert [batch.tolist() for batch in loader] == rest
 
 
 LENGTHS = [5, 5], [0, 4], [7, 2], [0, 0]
