@@ -64,13 +64,13 @@ class FieldTransforms:
         self.transform = transform
         self._lists = lists
         self._masks_seen = False
-        self._by_epoch: list[ByEpoch] = []
+        self.by_epoch: list[ByEpoch] = []
         # Names, what is current of the others, and what came of them. The threads of a loader share it.
         self._last: tuple[tuple[str, ...], list[Any], dict[str, Crop]] | None = None
         for name, each in self._parts():
             check_function(name, each)
             if isinstance(each, ByEpoch):
-                self._by_epoch.append(each)
+                self.by_epoch.append(each)
 
     def _parts(self) -> list[tuple[str, Any]]:
         """Return (name of the argument, transform) of each."""
@@ -80,7 +80,7 @@ class FieldTransforms:
 
     def start_epoch(self, epoch: int) -> None:
         """Let the transforms that depend on the epoch know it."""
-        for each in self._by_epoch:
+        for each in self.by_epoch:
             each.start_epoch(epoch)
 
     # --- what is true before any sample is read
@@ -222,7 +222,7 @@ class FieldTransforms:
         Raises:
             DecodeError: the sample does not have the one image, or those that are named.
         """
-        names, current = tuple(fields), [each.current for each in self._by_epoch]
+        names, current = tuple(fields), [each.current for each in self.by_epoch]
         last = self._last
         if last is None or last[0] != names or last[1] != current:  # samples are mostly alike
             last = self._last = names, current, self._find_crops(fields, images(fields))

@@ -353,6 +353,12 @@ def fastload_datasets(dataset: Any) -> list[Any]:
     return list({id(one): one for one in found}.values())
 
 
+def by_epoch(datasets: list[Any]) -> list[Any]:
+    """Return the datasets over a store that have a transform which depends on the epoch."""
+    stores = [dataset for dataset in datasets if isinstance(dataset, StoreDataset)]
+    return [dataset for dataset in stores if dataset._builder.transforms.by_epoch]
+
+
 def start_epoch(datasets: list[Any], epoch: int) -> None:
     """Tell each dataset over a store the epoch of the next samples."""
     for dataset in datasets:

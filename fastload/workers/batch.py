@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests, View, numbers_of, stopping
-from fastload.datasets.wrappers import fastload_datasets, inner_datasets, start_epoch, view_of
+from fastload.datasets.wrappers import by_epoch, fastload_datasets, inner_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
 from fastload.images.rng import SampleSeeds
@@ -166,6 +166,7 @@ class BatchMaker(BatchSource):
         self.counters = BatchCounters(setup.dataset, threaded=threaded)
         self._dataset = setup.dataset
         self._datasets = fastload_datasets(setup.dataset)
+        self._by_epoch: list[Any] = []  # of these, with a transform that depends on the epoch
         self._rows = rows
         self._allocate = allocate
         self._seeds = SampleSeeds() if setup.seeded else None
@@ -213,7 +214,8 @@ class BatchMaker(BatchSource):
         self._ahead.start_epoch(streamed=start.streamed)
         if self._seeds is not None:
             self._seeds.start_epoch(*self._epoch)
-        start_epoch(self._datasets, start.epoch)
+        self._by_epoch = by_epoch(self._datasets)
+        start_epoch(self._by_epoch, start.epoch)
 
     def exclude(self, samples: frozenset[int]) -> None:
         self._errors.excluded = samples
@@ -262,6 +264,8 @@ class BatchMaker(BatchSource):
             Exception: any of the dataset or `collate_fn` that `on_error` does not cover. It has a note
                 of the sample.
         """
+        # Another iterator of this process may have put the datasets into its own epoch.
+        start_epoch(self._by_epoch, self._epoch[1])
         self.fingerprint = self._stream = None
         if isinstance(index, TakeNext):
             assert self._streams is not None

@@ -73,6 +73,17 @@ def test_a_resumed_run_has_the_same_pixels(folder: Path, epochs: int, num_worker
         assert torch.equal(images, images_again) and torch.equal(labels, labels_again)
 
 
+def test_iterators_over_one_dataset_have_each_their_epoch(folder: Path) -> None:
+    """Without workers they share its transform."""
+    with closing(ImageFolder(str(folder), ByEpoch({0: CenterCrop(8), 1: CenterCrop(16)}))) as dataset:
+        loader = loader_of(dataset, 0)
+        for size in (8, 16):
+            for images, _ in loader:
+                assert images.shape[-1] == size
+                other = loader_of(dataset, 0)
+                assert [next(iter(other))[0].shape[-1] for _ in range(2)] == [8, 16]
+
+
 def test_any_callables(folder: Path) -> None:
     def width(image: Image.Image) -> int:
         return image.size[0]
