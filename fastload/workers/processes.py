@@ -266,8 +266,8 @@ class WorkerProcesses(Workers):
             load,
             result.failure,
             result.exhausted,
-            result.before,
-            result.after,
+            None if result.before is None else pickle.loads(result.before),
+            None if result.after is None else pickle.loads(result.after),
             result.fingerprint,
         )
 

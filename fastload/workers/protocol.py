@@ -198,8 +198,8 @@ class Result(NamedTuple):
     counters: dict[str, float]
     bad: list[tuple[str, str]]
     memory: int = 0  # bytes that the worker uses, where the loader has a limit
-    before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
-    after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
+    before: bytes | None = None  # pickled: the state of a dataset, with the first result of an epoch
+    after: bytes | None = None  # pickled: the state after this batch; its stream's, in a streamed epoch
     fingerprint: Fingerprint | None = None  # what the batch was made of, where samples have an index
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 import random
 import select
 import signal
@@ -127,6 +128,15 @@ def _keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
+def _pickled(state: Any) -> bytes | None:
+    """Return the state of a dataset as it is now: the dataset may go on changing what it returned."""
+    try:
+        return None if state is None else pickle.dumps(state, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        error.add_note("state_dict() of the dataset returned what cannot be pickled: return plain values")
+        raise
 
 
 class _Worker:
@@ -286,9 +296,12 @@ class _Worker:
         source = self.source
         if failure is None and source is not None:
             try:
+                before = _pickled(source.state()) if self._fresh else None
                 begun = self._begin(work)
-                before = source.state() if self._fresh else None
-                batch = source.make_batch(work.index, encoded=work.encoded, begun=begun)
+                try:
+                    batch = source.make_batch(work.index, encoded=work.encoded, begun=begun)
+                finally:  # an error takes the place of the batch
+                    after = _pickled(source.state())
                 del begun
                 if self._last_known and not self._work:
                     self._flush_cache()
@@ -304,7 +317,6 @@ class _Worker:
             except Exception as error:
                 self._slots.abandon()
                 failure = Failure.of(error)
-            after = source.state()
         self._fresh = False
         self._made += not exhausted
         counters, bad = ({}, []) if source is None else source.drain()

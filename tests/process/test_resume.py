@@ -787,6 +787,51 @@ def test_map_style_with_a_state(workers: int) -> None:
             loader(Remembering(), num_workers=3).load_state_dict(state)
 
 
+class Live(Remembering):
+    """Its state is the dict that it goes on changing."""
+
+    def state_dict(self) -> Any:
+        return self.__dict__
+
+    def load_state_dict(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
+def test_state_of_a_worker_is_that_before_its_first_batch() -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(Live(), num_workers=1, persistent_workers=True)
+
+    run = make()
+    assert len(list(itertools.islice(run, 1))) == 1
+    iterator = iter(run)
+    state = through_json(run.state_dict())
+    expected = list(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(resumed) == expected
+
+
+class Unsent(Remembering):
+    def __init__(self, total: Callable[[], Any]) -> None:
+        super().__init__()
+        self.made = total
+
+    def state_dict(self) -> Any:
+        return {"total": self.made() if self.total else 0}
+
+
+def refuse() -> int:
+    raise ValueError("the total is not known")
+
+
+@pytest.mark.parametrize(
+    ("total", "text"), [(refuse, "the total is not known"), (lambda: refuse.__code__, "cannot be pickled")]
+)
+def test_state_that_a_worker_cannot_send_is_an_error(total: Any, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"(?s)DataLoader worker process 0.*{text}"):
+        list(loader(Unsent(total), num_workers=1))
+
+
 # --- the state itself
 
 
