@@ -246,7 +246,7 @@ class WorkerProcesses(Workers):
                     if result.packed is not None:
                         worker.slots.attach(result.packed, fds)
                     arrivals.append(self._arrival(by_fd[fd], result))
-            except (EOFError, BrokenPipeError):
+            except (EOFError, ConnectionError):
                 dead = worker
         if dead is not None and not arrivals:
             raise self._death_error(dead)

@@ -216,6 +216,22 @@ def test_a_death_is_reported_at_once() -> None:
     assert any(_time_to_report(_sleepy()) < 1 for _ in range(3))
 
 
+def test_death_of_a_worker_that_has_not_read_all_its_work_is_reported() -> None:
+    told, tell = os.pipe()
+
+    def die(worker_id: int) -> None:
+        os.read(told, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = DataLoader(Numbers(4_000), num_workers=1, prefetch_factor=2_000, worker_init_fn=die)
+    iterator = iter(loader)  # more work than fits the socket
+    os.write(tell, b"x")
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        next(iterator)
+    os.close(told)
+    os.close(tell)
+
+
 @pytest.fixture
 def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Another process holds the workers' ends of their sockets, so their deaths cause no end-of-file."""
