@@ -216,3 +216,9 @@ class HoldsLambda(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.hook = lambda: text
+
+
+class HoldsTensor(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.box = torch.zeros(4)

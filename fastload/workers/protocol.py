@@ -19,7 +19,6 @@ import weakref
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -127,10 +126,7 @@ class Failure(NamedTuple):
         try:
             if isinstance(error, FastloadError) and not self.text:
                 raise error from None
-            one_text = error is None or (
-                len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
-            )
-            if isinstance(error, FastloadError) or not one_text:
+            if isinstance(error, FastloadError) or not (error is None or _is_one_text(error)):
                 raise error from RuntimeError(text)
             raise _rebuilt(error, kind, text)
         finally:
@@ -157,7 +153,7 @@ _NOTHING = pickle.dumps((None, None))
 def _round_trip(thing: tuple[Exception | None, type[Exception]]) -> bytes | None:
     """Return its pickle; None where that cannot be loaded: an exception may pickle and still fail to load."""
     try:
-        pickled = bytes(ForkingPickler.dumps(thing))
+        pickled = pickle.dumps(thing)  # by value: torch's would leave a tensor in this process
         return pickled if type(pickle.loads(pickled)[0]) is type(thing[0]) else None
     except Exception:
         return None

@@ -29,6 +29,7 @@ from tests.loaderdata import (
     At,
     FormatsItself,
     HoldsLambda,
+    HoldsTensor,
     Numbers,
     TwoArguments,
     identity,
@@ -127,6 +128,9 @@ ERRORS: list[tuple[Exception, type[Exception]]] = [
     (json.JSONDecodeError("no value", "{", 1), json.JSONDecodeError),  # keeps one text of three arguments
     (FormatsItself(4, "text"), RuntimeError),  # its constructor cannot be called with what it keeps
     (HoldsLambda("hook"), HoldsLambda),
+    (HoldsTensor("box"), HoldsTensor),
+    (ValueError("not finite", torch.zeros(2)), ValueError),
+    (KeyError(torch.tensor(5)), KeyError),
 ]
 
 
