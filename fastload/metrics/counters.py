@@ -181,22 +181,24 @@ class Meter:
         self.tick: Callable[[], None] | None = None
         self.workers = 0
         self._epoch = _Epoch({}, 0.0, 0.0)
-        self._handed = self._until = 0.0
+        self._until = 0.0  # the last moment that is counted
         self._first = True
 
     def start(self, workers: int) -> None:
         """Note that an epoch begins, with this number of workers."""
         self._cores = self._cores or Cores()
         self.workers = workers
-        now = self._handed = self._until = time.perf_counter()
+        now = self._until = time.perf_counter()
         # In one step: another thread sees the old epoch or the new one, and no part of each.
         self._epoch = _Epoch(self._counters.as_dict(), now, self._cores.busy_seconds())
         self._first = True
 
     def asked(self) -> None:
-        """Note that the consumer asks for a batch."""
+        """Note that the consumer asks for a batch, after a step with the last one, or with its error."""
         if not self._first:
-            self._counters.add("consumer.seconds", time.perf_counter() - self._handed)
+            now = time.perf_counter()
+            self._counters.add("consumer.seconds", now - self._until)
+            self._until = now
 
     def waited(self, seconds: float) -> None:
         """Note that the consumer has waited. The workers' counters have grown, so the rates are up to now."""
@@ -205,7 +207,7 @@ class Meter:
 
     def delivered(self) -> None:
         """Note that the consumer gets a batch."""
-        self._handed = self._until = time.perf_counter()
+        self._until = time.perf_counter()
         self._counters.add("wait.batches")
         if self._first:
             self._first = False
@@ -223,7 +225,7 @@ class Meter:
         return self._since(self._epoch)
 
     def gauges(self) -> dict[str, float]:
-        """Return the rates of this epoch, from its beginning to its latest batch or wait (see `rates`), and:
+        """Return the rates of this epoch up to its latest batch, wait or request (see `rates`), and:
 
         workers          processes that make batches (0: the trainer's process does)
         node.cores       cores that this process may use, by its affinity and control group

@@ -396,7 +396,8 @@ class IterableSource(BatchSource):
 
     def _new_fetcher(self) -> Any:
         setup = self._setup
-        return IterableFetcher(setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last)
+        collate = partial(_collate_counted, setup, self._counters)  # without `self`: a cycle would live on
+        return IterableFetcher(setup.dataset, setup.auto_collation, collate, setup.drop_last)
 
     def start_epoch(self, start: EpochStart) -> None:
         """Iterate again. The first epoch has its iterator already, which may have been resumed."""
@@ -410,17 +411,22 @@ class IterableSource(BatchSource):
     def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:
         try:
             with self._counters.timed("decode"):
-                batch = self._fetcher.fetch(index)
+                return self._fetcher.fetch(index)
         except StopIteration:
             raise StreamOver from None
-        self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
-        return batch
 
     def state(self) -> DatasetState | None:
         return dataset_state(self._setup.dataset, self._fetcher)
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
         return self._counters.drain(), []
+
+
+def _collate_counted(setup: WorkerSetup, counters: BatchCounters, samples: Any) -> Any:
+    """Return the batch of these samples, and count it: the last one of an epoch may have fewer."""
+    batch = setup.collate_fn(samples)
+    counters.made_batch(len(samples) if setup.auto_collation else 1)
+    return batch
 
 
 # --- collation

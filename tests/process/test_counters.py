@@ -19,6 +19,7 @@ from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.counters import Counters, rates
 from fastload.metrics.machine import Cores, usable_cores
 from tests.faultserver import Fault, FaultServer
+from tests.loaderdata import Numbers, Stream
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -205,6 +206,27 @@ def test_numbers_are_flat_and_exact(num_workers: int, monkeypatch: pytest.Monkey
         assert stats["rates"]["workers"] == num_workers
         ratio = stats["rates"]["loader.samples_per_second"] / stats["rates"]["loader.batches_per_second"]
         assert ratio == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_a_last_batch_that_is_not_full_are_counted(num_workers: int) -> None:
+    counters = epoch(DataLoader(Stream([10]), batch_size=4, num_workers=num_workers))["counters"]
+    assert (counters["collate.batches"], counters["collate.samples"]) == (3, 10)
+
+
+def test_wait_for_an_error_is_no_step_of_the_consumer() -> None:
+    def fails(index: int) -> int:
+        burn(0.05 * (index > 0))
+        return int(1 / (index == 0))
+
+    loader = DataLoader(Numbers(5, fails))
+    iterator = iter(loader)
+    next(iterator)
+    for _ in range(4):
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+    counters = loader.stats()["counters"]
+    assert 0.2 <= counters["wait.seconds"] > counters["consumer.seconds"]
 
 
 def test_rates_are_of_the_epoch_that_ran_last() -> None:
