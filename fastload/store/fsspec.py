@@ -109,6 +109,9 @@ class FsspecStore(Store):
         super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
+        # fsspec's ftp has one connection and no lock for it: threads would get each other's answers.
+        turn = threading.Lock if protocol == "ftp" else contextlib.nullcontext
+        self._turn: ProcessLocal[Any] = ProcessLocal(turn)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._protocol, self._options, self.reading), self._state()
@@ -123,11 +126,14 @@ class FsspecStore(Store):
     def _list(self) -> Iterator[Page]:
         with self._location.errors("list"):
             fs, root = self._fs.get(), self._root or "/"
-            if not fs.isdir(root):
+            with self._turn.get():
+                there = fs.isdir(root)
+            if not there:
                 raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
             page: Page = []
-            for _, _, files in fs.walk(root, detail=True, on_error="raise"):
-                for details in files.values():
+            walk = fs.walk(root, detail=True, on_error="raise")
+            while (step := self._next(walk)) is not None:
+                for details in step[2].values():
                     page.append(_info(str(details["name"])[len(self._root) :].lstrip("/"), details))
                 if len(page) >= _PAGE:
                     yield page
@@ -135,8 +141,12 @@ class FsspecStore(Store):
             if page:
                 yield page
 
+    def _next(self, walk: Iterator[Any]) -> Any:
+        with self._turn.get():
+            return next(walk, None)
+
     def _folders(self) -> set[str]:
-        with self._location.errors("list"):
+        with self._location.errors("list"), self._turn.get():
             entries = self._fs.get().ls(self._root or "/", detail=True)
             names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
             # Some name the directory itself too.
@@ -144,7 +154,7 @@ class FsspecStore(Store):
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._location.errors("get", key):
+        with self._location.errors("get", key), self._turn.get():
             return self._stat(key, path)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
@@ -155,7 +165,7 @@ class FsspecStore(Store):
 
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
-        with self._location.errors("get", key):
+        with self._location.errors("get", key), self._turn.get():
             if version:
                 self._check(key, path, version)
             body: bytes = self._fs.get().cat_file(path, **span)
@@ -168,7 +178,7 @@ class FsspecStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
-        with self._location.errors("put", key):
+        with self._location.errors("put", key), self._turn.get():
             fs = self._fs.get()
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:
