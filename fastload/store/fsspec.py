@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
@@ -54,7 +53,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, public_url
-from fastload.store.node import ProcessLocal
+from fastload.store.node import ProcessLocal, is_part, part_name
 from fastload.store.options import public_options, secret_values
 
 _PAGE = 1000
@@ -134,7 +133,9 @@ class FsspecStore(Store):
             walk = fs.walk(root, detail=True, on_error="raise")
             while (step := self._next(walk)) is not None:
                 for details in step[2].values():
-                    page.append(_info(str(details["name"])[len(self._root) :].lstrip("/"), details))
+                    key = str(details["name"])[len(self._root) :].lstrip("/")
+                    if not is_part(key.rpartition("/")[2]):
+                        page.append(_info(key, details))
                 if len(page) >= _PAGE:
                     yield page
                     page = []
@@ -189,7 +190,8 @@ class FsspecStore(Store):
                 else:
                     fs.pipe_file(path, body.read_bytes() if isinstance(body, Path) else bytes(body))
                 return
-            part = f"{path}.{secrets.token_hex(6)}.part"
+            folder, _, name = path.rpartition("/")
+            part = f"{folder}/{part_name(name)}"
             try:
                 with fs.open(part, "wb") as file:
                     if isinstance(body, Path):
