@@ -35,7 +35,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.config import apply_config
 
-from fastload.errors import ArgumentError, NotFoundError, ShortReadError
+from fastload.errors import ArgumentError, NotFoundError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
     PLAIN_READING,
@@ -433,6 +433,12 @@ class S3fsStore(Store):
             whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
             timed = time_version(whole, answer.get("LastModified"))
             check_version(key, self._info(key, whole, answer).version, version, timed)
+            if "Range" in request and "ContentRange" not in answer and len(body) > (size or 0):
+                raise StoreError(
+                    "the server answers a range with the whole object, which client='s3fs' does not take: "
+                    "leave client= out, or use a server with ranges",
+                    key=key,
+                )
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
                 check_end(key, stop, whole)
