@@ -121,9 +121,12 @@ class Writer:
         return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Write out what is queued and end the thread. False if it did not end in time."""
+        """Write out what is queued and end the thread. False if it did not end in time.
+
+        A first job that is not done by then is told to stop in time to end.
+        """
         deadline = time.monotonic() + timeout
-        self.flush(timeout)
+        self.flush(0.8 * timeout)
         self._stopping.set()
         self._queue.close()
         if self._thread is not None:
