@@ -109,7 +109,7 @@ class Directory:
         if not self.readonly:
             first_job = self._reindex if self._reindexes else None
             self.inflight = InflightLocks(self.root_fd)
-            self.writer = Writer(self.index, self.inflight, self.segments_fd, first_job)
+            self.writer = Writer(self.index, self.files, self.inflight, self.segments_fd, first_job)
 
     # -- opening
 
