@@ -109,7 +109,7 @@ class Directory:
         if not self.readonly:
             first_job = self._reindex if self._reindexes else None
             self.inflight = InflightLocks(self.root_fd)
-            self.writer = Writer(self.index, self.inflight, self.segments_fd, first_job)
+            self.writer = Writer(self.index, self.files, self.inflight, self.segments_fd, first_job)
 
     # -- opening
 
@@ -255,30 +255,36 @@ class Directory:
                     names.append(name)
         return names
 
-    def unindexed(self) -> Iterator[tuple[int, SegmentReader, bytes, Entry]]:
-        """Yield records that the index does not point to; registers segments it does not know."""
+    def unindexed(
+        self, stopping: threading.Event | None = None
+    ) -> Iterator[tuple[int, SegmentReader, bytes, Entry]]:
+        """Yield records that the index does not point to; registers segments it does not know.
+
+        It ends once `stopping` is set, also among records that the index points to.
+        """
         numbers = {name: number for number, name in self.index.segments().items()}
         for name in self.segment_names():
             with contextlib.suppress(CorruptRecordError, OSError):
                 reader = SegmentReader(self.segments_fd, name)
                 number = numbers[name] if name in numbers else self.index.add_segment(name)
                 for key, entry in reader.scan(number):
+                    if stopping is not None and stopping.is_set():
+                        return
                     if self.index.get(key) is None:
                         yield number, reader, key, entry
 
     def _reindex(self, stopping: threading.Event) -> None:
         """Index all segments: the writer's first job after a lost index. Reads verify payloads."""
         batch: dict[int, list[tuple[bytes, Entry]]] = {}
-        for number, _, key, entry in self.unindexed():
-            if stopping.is_set():
-                return
+        for number, _, key, entry in self.unindexed(stopping):
             records = batch.setdefault(number, [])
             records.append((key, entry))
             if len(records) >= REINDEX_BATCH:
                 self.publish(number, batch.pop(number))
         for number, records in batch.items():
             self.publish(number, records)
-        self._write_state(self._read_state()._replace(reindex=False))
+        if not stopping.is_set():  # else another process goes on with it
+            self._write_state(self._read_state()._replace(reindex=False))
 
     def publish(self, number: int, records: list[tuple[bytes, Entry]]) -> int:
         """Index records of a segment. Returns how many were new; of a cleared segment, none."""

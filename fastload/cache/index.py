@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from fastload.cache.codecs import CacheCodec
 from fastload.cache.segment import KEY_SIZE, CorruptRecordError, Entry
+from fastload.errors import CacheError
 
 # Address space, not memory or disk: about 200 million entries. Fixed, because growing a map while other
 # processes use it is where LMDB reports corruption; a full map means pass-through.
@@ -246,7 +247,13 @@ def _open_environment(folder: Path, readonly: bool) -> Any:
     options: dict[str, Any] = {"map_size": MAP_SIZE, "max_dbs": 3, "max_readers": MAX_READERS}
     options |= {"sync": False, "metasync": False, "mode": 0o600}
     if not readonly:
-        return lmdb.open(str(folder), **options)
+        try:
+            return lmdb.open(str(folder), **options)
+        except lmdb.LockError:  # of a reader, which locks the byte that its process id names
+            raise CacheError(
+                f"process {os.getpid()} of another container uses it too, and LMDB tells processes by their "
+                "ids: let the containers share them (hostPID: true, docker --pid=host), or give each a cache"
+            ) from None
     try:
         reserve_lock_file(folder)
         return lmdb.open(str(folder), readonly=True, create=False, **options)

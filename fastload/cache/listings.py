@@ -153,23 +153,33 @@ class _Shelf:
 
     def find(self, job: Job | None, max_age: float, usable: Callable[[Manifest], bool]) -> Manifest | None:
         """Return the listing of this job, or the newest one if it is young enough; noted as the job's."""
-        with self._changing() as record:
-            now = time.time()
-            of_job = next((entry for entry in reversed(record["jobs"]) if job and _is_of(job, entry)), None)
-            newest = record["listings"][-1] if record["listings"] else None
-            if of_job is not None:
-                digest, why = of_job["listing"], "this job has made it"
-            elif newest is not None and 0 <= now - newest["at"] <= max_age:
-                digest, why = newest["digest"], f"listing_max_age={max_age:g} s"
-            else:
-                return None
-            manifest = Manifest.load(self._path(digest), self._store.identity)
-            if manifest is None or not usable(manifest):
-                return None
-            if job is not None:
-                _note(record, job, digest)
-            _log.info("%s: the listing of %s is used: %s", self._store.url, manifest.listed_at, why)
-            return manifest
+        manifest = None
+        try:
+            with self._changing() as record:
+                manifest = self._find(record, job, max_age, usable)
+        except OSError as error:  # it could not be noted: other ranks find it in the same way
+            self._warn(error)
+        return manifest
+
+    def _find(
+        self, record: dict[str, Any], job: Job | None, max_age: float, usable: Callable[[Manifest], bool]
+    ) -> Manifest | None:
+        now = time.time()
+        of_job = next((entry for entry in reversed(record["jobs"]) if job and _is_of(job, entry)), None)
+        newest = record["listings"][-1] if record["listings"] else None
+        if of_job is not None:
+            digest, why = of_job["listing"], "this job has made it"
+        elif newest is not None and 0 <= now - newest["at"] <= max_age:
+            digest, why = newest["digest"], f"listing_max_age={max_age:g} s"
+        else:
+            return None
+        manifest = Manifest.load(self._path(digest), self._store.identity)
+        if manifest is None or not usable(manifest):
+            return None
+        if job is not None:
+            _note(record, job, digest)
+        _log.info("%s: the listing of %s is used: %s", self._store.url, manifest.listed_at, why)
+        return manifest
 
     def keep(self, manifest: Manifest, job: Job | None) -> Manifest:
         """Keep a new listing as that of a job, and remove the oldest; the listing itself."""
@@ -188,10 +198,13 @@ class _Shelf:
                     if path not in kept:
                         path.unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(
-                f"the listing cannot be kept in {str(self._directory)!r}: {error}", stacklevel=user_level()
-            )
+            self._warn(error)
         return manifest
+
+    def _warn(self, error: OSError) -> None:
+        warnings.warn(
+            f"the listing cannot be kept in {str(self._directory)!r}: {error}", stacklevel=user_level()
+        )
 
     @contextlib.contextmanager
     def listing_alone(self, progress: ListingProgress) -> Iterator[None]:

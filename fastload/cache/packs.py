@@ -33,7 +33,6 @@ from fastload.cache.segment import KEY_SIZE, MAX_PAYLOAD
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
-from fastload.store.node import is_part
 
 VERSION = 1
 _MAGIC = b"FLPK"
@@ -186,7 +185,7 @@ class Published:
             for info in page:
                 if is_pack_name(info.key):
                     packs.append(info)
-                elif not is_part(info.key):  # in a directory: a pack on its way
+                else:
                     foreign.append(info.key)
         self.foreign, self.names = sorted(foreign), [info.key for info in packs]
         known = self._settled | self.packs.keys() | self.damaged.keys()

@@ -35,7 +35,7 @@ import stat
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -370,6 +370,12 @@ class SegmentFiles:
             ids = np.frombuffer(b"".join(reader.id for reader in readers), PLACE["segment"])
             table["segment"] = ids[segments]
         return Places(here, table, readers)
+
+    def keep(self, numbers: Set[int]) -> None:
+        """Close the segments that are none of these, once nobody reads them."""
+        with self._lock:
+            for number in self._open.keys() - numbers:
+                del self._open[number]
 
     def clear(self) -> None:
         with self._lock:

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.index import Index, SegmentGoneError
-from fastload.cache.segment import Entry, SegmentWriter, new_segment_name, record_size
+from fastload.cache.segment import Entry, SegmentFiles, SegmentWriter, new_segment_name, record_size
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import payload_limit
 
@@ -53,11 +53,13 @@ class Writer:
     def __init__(
         self,
         index: Index,
+        files: SegmentFiles,
         inflight: InflightLocks,
         segments_fd: int,
         first_job: Callable[[threading.Event], None] | None = None,
     ) -> None:
         self._index = index
+        self._files = files
         self._inflight = inflight
         self._segments_fd = segments_fd
         self._first_job = first_job
@@ -121,9 +123,12 @@ class Writer:
         return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Write out what is queued and end the thread. False if it did not end in time."""
+        """Write out what is queued and end the thread. False if it did not end in time.
+
+        A first job that is not done by then is told to stop in time to end.
+        """
         deadline = time.monotonic() + timeout
-        self.flush(timeout)
+        self.flush(0.8 * timeout)
         self._stopping.set()
         self._queue.close()
         if self._thread is not None:
@@ -236,6 +241,8 @@ class Writer:
         # Registered first: `clear` takes a file without a number for a dead process's.
         self._number = self._index.add_segment(name)
         self._segment = SegmentWriter(self._segments_fd, name)
+        # Here a process notices that the cache was cleared: deleted files fill the disk while they are open.
+        self._files.keep(self._index.segments().keys())
 
     def _leave_segment(self) -> None:
         if self._segment is not None:

@@ -180,7 +180,7 @@ class StoreDataset(Dataset[Any]):
         """
         cache, source = self._own_cache(), self._source()
         prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
-        outcomes = Filling(cache, prefetcher, self._cache_key, source.size).run(self._objects_of(indices))
+        outcomes = Filling(cache, prefetcher, source).run(self._objects_of(indices))
         return (outcome._replace(sample=self._record_of(outcome.sample)) for outcome in outcomes)
 
     def prefetch(self, indices: Iterable[int]) -> None:

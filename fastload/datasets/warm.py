@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from fastload.cache import Cache
@@ -65,17 +65,14 @@ class Filling:
 
     Args:
         prefetcher: reads and prepares samples; has no cache of its own.
-        key, size: index -> cache key, bytes of the object.
+        source: of the prefetcher.
     """
 
-    def __init__(
-        self, cache: Cache, prefetcher: Prefetcher, key: Callable[[int], bytes], size: Callable[[int], int]
-    ) -> None:
+    def __init__(self, cache: Cache, prefetcher: Prefetcher, source: Source) -> None:
         self._cache = cache
         self._prefetcher = prefetcher
-        self._key = key
-        self._size = size
-        self._requested: deque[int] = deque()
+        self._source = source
+        self._requested: deque[tuple[int, bytes]] = deque()  # with the key that is locked
         self._new: list[int] = []  # of these, that the prefetcher does not know yet
         self._elsewhere: list[int] = []  # samples that another run is reading
 
@@ -91,8 +88,8 @@ class Filling:
                 if warmed.outcome == "full":
                     return
         finally:
-            for index in self._requested:
-                self._cache._unlock_inflight(self._key(index))
+            for _, key in self._requested:
+                self._cache._unlock_inflight(key)
             self._prefetcher.close()
             self._cache.flush()
 
@@ -111,40 +108,43 @@ class Filling:
     def _read(self, indices: Iterable[int], unlocked: bool = False) -> Iterator[Warmed]:
         """Read once. Samples that another run is reading are left for the next pass, unless `unlocked`."""
         for index in indices:
-            key = self._key(index)
+            key = self._source.cache_key(index)
             if self._cache.lookup(key) is not None:
                 yield Warmed(index, "present")
-            elif self._cache._codec.lossless and self._cache._fits(self._size(index)) == "too large":
+            elif self._cache._codec.lossless and self._cache._fits(self._source.size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
             elif self._cache._lock_inflight(key) or unlocked:
-                self._requested.append(index)
+                self._requested.append((index, key))
                 self._new.append(index)
                 if len(self._new) >= _TOGETHER:
                     self._announce()
             else:
                 self._elsewhere.append(index)
             while len(self._requested) > _AHEAD:
-                yield self._store(self._requested.popleft())
+                yield self._store(*self._requested.popleft())
         self._announce()
         while self._requested:
-            yield self._store(self._requested.popleft())
+            yield self._store(*self._requested.popleft())
 
     def _announce(self) -> None:
         self._prefetcher.request(self._new)
         self._new = []
 
-    def _store(self, index: int) -> Warmed:
-        key, size = self._key(index), self._size(index)
+    def _store(self, index: int, locked: bytes) -> Warmed:
         try:
             payload = self._prefetcher.get(index)
         except FastloadError as error:
-            self._cache._unlock_inflight(key)
+            self._cache._unlock_inflight(locked)
             if not isinstance(error, _BAD):
                 raise
+            size = self._source.size(index)
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
         if isinstance(payload, Unindexed):
             payload = with_rows(payload.data)
-        return Warmed(index, put(self._cache, key, payload), size)
+        key = self._source.cache_key(index)  # of the version that was read: another, where the object changed
+        if key != locked:
+            self._cache._unlock_inflight(locked)
+        return Warmed(index, put(self._cache, key, payload), self._source.size(index))
 
 
 class ToRead(NamedTuple):

@@ -203,7 +203,8 @@ class Prefetcher:
     # --- for the consumer
 
     def _new_read(self, index: int) -> Read:
-        return Read(index, self._source.size(index))
+        fresh = self._source.fresh(index)  # before its size and key, which may so be newer, but not older
+        return Read(index, self._source.size(index), fresh=fresh)
 
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""

@@ -38,6 +38,7 @@ class Read:
     missing: int = 0  # ranges that were not read yet
     body: bytearray | None = None  # made when the first range is requested
     changes: int = 0  # how often the object was found changed
+    fresh: Any = None  # `Source.fresh` when size, ranges and key were asked for
 
     # As the cache sees it.
     key: bytes | None = None

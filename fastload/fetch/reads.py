@@ -7,7 +7,8 @@ look_up ─▶ in the cache? ── yes ─▶ read_now
 A sample is a hit or a miss once, by where it came from in the end: looks that come before are not counted.
 
 Several threads read the ranges of one large object side by side, into one buffer. If one of them finds that
-the object has changed, that thread alone reads the new version.
+the object has changed, that thread alone reads the new version. Another read of that object may be under way,
+with the size and the cache key of the version before: its bytes may be of either, so it is made again.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Source(Protocol):
         """Return the bytes of each sample of a group, by one request."""
         raise RuntimeError("the samples have no groups")
 
+    def fresh(self, index: int) -> ObjectInfo | None:
+        """Return the version that is read since `refresh` has found it; None: the listed one."""
+        return None
+
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
         raise error
@@ -127,6 +132,9 @@ class ObjectSource(Source):
 
     def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
         return self.store.read_range(self.name(index), start, stop, self._version(index), wait=wait)
+
+    def fresh(self, index: int) -> ObjectInfo | None:
+        return self._fresh.get(index)
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         if self._on_change != "refresh":
@@ -295,11 +303,18 @@ class SampleReads:
     def read(self, read: Read, start: int, stop: int) -> Any:
         """Make one request to the store. Returns the sample once all of it was read, None before."""
         self._count_miss(read)
+        key = read.key
+        error: ObjectChangedError | None = None
         try:
             body = self._ask(read, start, stop)
-        except ObjectChangedError as error:
-            return self._read_changed(read, error)
-        return None if body is None else self._keep(read, body)
+        except ObjectChangedError as caught:
+            error = caught
+        else:
+            if body is None:
+                return None
+            if self._source.fresh(read.index) is read.fresh:
+                return self._keep(read, body, key)
+        return self._read_changed(read, error)
 
     def read_group(self, reads: list[Read]) -> list[Any]:
         """Read a group of samples by one request. Returns each sample, or the error of making it."""
@@ -311,7 +326,7 @@ class SampleReads:
 
     def _kept_or_error(self, read: Read, body: Any) -> Any:
         try:
-            return self._keep(read, body)
+            return self._keep(read, body, read.key)
         except Exception as error:
             return error
 
@@ -349,40 +364,54 @@ class SampleReads:
         if self._cache is not None:
             self._cache.close()
 
-    def _read_changed(self, read: Read, error: ObjectChangedError) -> Any:
-        """Read the new version of an object; `error` says that the listed one is gone."""
+    def _read_changed(self, read: Read, error: ObjectChangedError | None) -> Any:
+        """Read the new version of an object.
+
+        Args:
+            error: says that the version that was asked for is gone; None: another read has found that, after
+                this one was planned.
+        """
         while True:
-            self._refresh(read, error)
+            if error is not None:
+                self._refresh(read, error)
+            fresh = self._source.fresh(read.index)
+            key = None
             if self._cache is not None:
                 self.release(read)
-                read.key = self._source.cache_key(read.index)
+                key = read.key = self._source.cache_key(read.index)
                 (payload,) = self.found_meanwhile([read])
                 if payload is not None:
                     return payload
+            error = None
             try:
                 read.ranged = False
                 body = self._ask_whole(read)
             except ObjectChangedError as another:
                 error = another
             else:
-                return self._keep(read, body)
+                if self._source.fresh(read.index) is fresh:
+                    return self._keep(read, body, key)
 
     def _count_miss(self, read: Read) -> None:
         if self._cache is not None and read.key is not None and not read.missed:
             read.missed = True
             self._counters.add("cache.misses")
 
-    def _keep(self, read: Read, body: Any) -> Any:
-        """Return the result of `get` for the bytes of a sample; the cache keeps the same payload."""
+    def _keep(self, read: Read, body: Any, key: bytes | None) -> Any:
+        """Return the result of `get` for the bytes of a sample; the cache keeps the same payload.
+
+        Args:
+            key: of the version that these bytes are of. `read.key` may be that of a newer one by now.
+        """
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body, read.index)
-        if self._cache is not None and read.key is not None:
+        if self._cache is not None and key is not None:
             if isinstance(payload, Unindexed):
                 # Not with `read`, which holds the payload: that would be a circle.
-                payload.bind(partial(self._write, read.key), partial(self._cache._unlock_inflight, read.key))
+                payload.bind(partial(self._write, key), partial(self._cache._unlock_inflight, key))
             else:
-                self._cache.write(read.key, payload)
+                self._cache.write(key, payload)
         return payload
 
     def _write(self, key: bytes, file: Unindexed) -> None:

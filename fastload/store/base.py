@@ -145,6 +145,8 @@ class Store(ABC):
     def list(self) -> Iterator[Page]:
         """Yield the objects below the URL in pages, in no promised order, without directory markers.
 
+        A file that `write` has not finished, or that it left when it was killed, is none of them.
+
         Raises within 10 s when the bucket or directory does not exist, the credentials are refused, or the
         endpoint does not answer. A prefix without objects yields nothing.
         """

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
@@ -36,7 +35,7 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.config import apply_config
 
-from fastload.errors import ArgumentError, NotFoundError, ShortReadError
+from fastload.errors import ArgumentError, NotFoundError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
     PLAIN_READING,
@@ -54,7 +53,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, public_url
-from fastload.store.node import ProcessLocal
+from fastload.store.node import ProcessLocal, is_part, part_name
 from fastload.store.options import public_options, secret_values
 
 _PAGE = 1000
@@ -109,6 +108,9 @@ class FsspecStore(Store):
         super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
+        # fsspec's ftp has one connection and no lock for it: threads would get each other's answers.
+        turn = threading.Lock if protocol == "ftp" else contextlib.nullcontext
+        self._turn: ProcessLocal[Any] = ProcessLocal(turn)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._protocol, self._options, self.reading), self._state()
@@ -123,20 +125,29 @@ class FsspecStore(Store):
     def _list(self) -> Iterator[Page]:
         with self._location.errors("list"):
             fs, root = self._fs.get(), self._root or "/"
-            if not fs.isdir(root):
+            with self._turn.get():
+                there = fs.isdir(root)
+            if not there:
                 raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
             page: Page = []
-            for _, _, files in fs.walk(root, detail=True, on_error="raise"):
-                for details in files.values():
-                    page.append(_info(str(details["name"])[len(self._root) :].lstrip("/"), details))
+            walk = fs.walk(root, detail=True, on_error="raise")
+            while (step := self._next(walk)) is not None:
+                for details in step[2].values():
+                    key = str(details["name"])[len(self._root) :].lstrip("/")
+                    if not is_part(key.rpartition("/")[2]):
+                        page.append(_info(key, details))
                 if len(page) >= _PAGE:
                     yield page
                     page = []
             if page:
                 yield page
 
+    def _next(self, walk: Iterator[Any]) -> Any:
+        with self._turn.get():
+            return next(walk, None)
+
     def _folders(self) -> set[str]:
-        with self._location.errors("list"):
+        with self._location.errors("list"), self._turn.get():
             entries = self._fs.get().ls(self._root or "/", detail=True)
             names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
             # Some name the directory itself too.
@@ -144,7 +155,7 @@ class FsspecStore(Store):
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._location.errors("get", key):
+        with self._location.errors("get", key), self._turn.get():
             return self._stat(key, path)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
@@ -155,7 +166,7 @@ class FsspecStore(Store):
 
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
-        with self._location.errors("get", key):
+        with self._location.errors("get", key), self._turn.get():
             if version:
                 self._check(key, path, version)
             body: bytes = self._fs.get().cat_file(path, **span)
@@ -168,7 +179,7 @@ class FsspecStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
-        with self._location.errors("put", key):
+        with self._location.errors("put", key), self._turn.get():
             fs = self._fs.get()
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:
@@ -179,7 +190,8 @@ class FsspecStore(Store):
                 else:
                     fs.pipe_file(path, body.read_bytes() if isinstance(body, Path) else bytes(body))
                 return
-            part = f"{path}.{secrets.token_hex(6)}.part"
+            folder, _, name = path.rpartition("/")
+            part = f"{folder}/{part_name(name)}"
             try:
                 with fs.open(part, "wb") as file:
                     if isinstance(body, Path):
@@ -421,6 +433,12 @@ class S3fsStore(Store):
             whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
             timed = time_version(whole, answer.get("LastModified"))
             check_version(key, self._info(key, whole, answer).version, version, timed)
+            if "Range" in request and "ContentRange" not in answer and len(body) > (size or 0):
+                raise StoreError(
+                    "the server answers a range with the whole object, which client='s3fs' does not take: "
+                    "leave client= out, or use a server with ranges",
+                    key=key,
+                )
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
                 check_end(key, stop, whole)

@@ -25,7 +25,7 @@ from fastload.store.base import (
     check_version,
 )
 from fastload.store.failures import StoreLocation
-from fastload.store.node import whole_file
+from fastload.store.node import is_part, whole_file
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000
@@ -88,7 +88,7 @@ class LocalStore(Store):
                 key = f"{below}{entry.name}"
                 if entry.is_dir():
                     directories.append(f"{key}/")
-                elif entry.is_file():
+                elif not is_part(entry.name) and entry.is_file():
                     try:
                         info = _info(key, entry.stat())
                     except FileNotFoundError:  # deleted, or renamed, since the directory was read

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import secrets
 import stat
 import sys
@@ -39,7 +40,7 @@ from fastload.errors import CacheError, user_level
 from fastload.metrics.machine import call_in_forks, memory_file
 
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_PART = ".part"
+_PART = re.compile(r"\..*\.[0-9a-f]{16}\.part", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -61,9 +62,7 @@ def whole_file(
         OSError: the disk is full, or the file cannot be written.
     """
     path = Path(path)
-    # Shortened in bytes: a name has 255 of them, whatever its alphabet.
-    start = os.fsdecode(os.fsencode(path.name)[:200])
-    part = path.with_name(f".{start}.{secrets.token_hex(8)}{_PART}")
+    part = path.with_name(part_name(path.name))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(part, flags, mode, dir_fd=folder), "wb") as file:
@@ -78,9 +77,16 @@ def whole_file(
         raise
 
 
+def part_name(name: str) -> str:
+    """Return the name of a file until it is whole, in the directory where it is then called `name`."""
+    # Shortened in bytes: a name has 255 of them, whatever its alphabet.
+    start = os.fsdecode(os.fsencode(name)[:200])
+    return f".{start}.{secrets.token_hex(8)}.part"
+
+
 def is_part(name: str) -> bool:
-    """Return whether this names a `whole_file` that is being written, or that a killed process left."""
-    return name.startswith(".") and name.endswith(_PART)
+    """Return whether `part_name` made this: the file is being written, or a killed process left it."""
+    return name.startswith(".") and _PART.fullmatch(name) is not None
 
 
 def nearest_existing(path: str | Path) -> Path:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,23 @@ def test_damage_that_another_process_has_noted_is_not_forgotten(open_cache: Call
     cache.lookup(lost)
     assert cache.flush(30)
     assert all(cache.read(key) == payload for key, payload in content.items())
+
+
+def test_a_process_whose_id_another_container_has_too_says_so(open_cache: Callable[..., Cache]) -> None:
+    cache = open_cache()
+    ((key, payload),) = fill(cache, 1).items()
+    cache.close()
+
+    def child() -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            missed = cache.read(key) is None
+        return missed and ["hostPID: true" in str(warning.message) for warning in caught] == [True]
+
+    with (Path(cache.path) / "v1" / "index" / "lock.mdb").open("r+b") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 0, 1)  # as all processes at once
+        assert in_child(child)
+    assert cache.read(key) == payload
 
 
 def test_dead_readers_are_cleared(open_cache: Callable[..., Cache], tmp_path: Path) -> None:

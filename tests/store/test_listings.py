@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from fastload.cache import listings
 from fastload.cache.listings import parse_duration
 from fastload.distributed import launcher
 from fastload.errors import ArgumentError, StoreError
+from tests.cachedata import no_room
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 from tests.shortform import stress
@@ -260,6 +262,20 @@ def test_ranks_that_were_started_again_go_on_with_the_listing(tmp_path: Path, se
         again = {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_RUN_ID": "run"}
         assert run_job(server, tmp_path / "cache", 2, **again) == [4, 4]
         add(server)
+    assert listings_at(server) == 1
+
+
+def test_ranks_share_a_listing_that_they_cannot_note_as_theirs(
+    tmp_path: Path, server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, or can only be read."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert len(objects(server, cache=tmp_path / "c")) == 4
+    monkeypatch.setattr(listings, "save_kept", no_room(errno.ENOSPC))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.warns(UserWarning, match="the listing cannot be kept in .*No space left"):
+        assert len(objects(server, cache=tmp_path / "c")) == 4
     assert listings_at(server) == 1
 
 

@@ -17,7 +17,7 @@ from fastload import Cache, DataLoader, open_store
 from fastload.cache.exchange import pull, push
 from fastload.cache.remote import close_all
 from fastload.cli.demo.s3_server import delay_proxy
-from fastload.errors import NotFoundError
+from fastload.errors import NotFoundError, StoreError
 from fastload.formats.tar import TarWriter
 from fastload.store import Store
 from fastload.store.workarounds import Answer, OnePass
@@ -158,6 +158,15 @@ def test_store_learns_it_from_one_range_and_says_it_once(
     with FaultServer({"data/a": content(1000)}) as sound:
         good = open_store("s3://bucket/data", **sound.options)
         assert bytes(good.read_range("a", 3, 9)) == content(1000)[3:9] and good.has_ranges
+
+
+def test_s3fs_says_it_in_words(server: FaultServer) -> None:
+    server.objects = {"data/a": content(1000)}
+    store = open_store("s3://bucket/data", **server.options, client="s3fs")
+    assert bytes(store.read_range("a", 0, 1000)) == bytes(store.read("a")) == content(1000)
+    with pytest.raises(StoreError, match=r"a range with the whole object.*: leave client= out") as caught:
+        store.read_range("a", 5, 10)
+    assert type(caught.value) is StoreError, "the object has not changed"
 
 
 def ranged(store: Store, server: FaultServer) -> int:

@@ -441,6 +441,41 @@ def test_changed_large_object_is_read_again_once(use: Callable[[ReadSettings], N
         dataset.close()
 
 
+def test_read_that_was_planned_before_another_found_the_change_is_kept_as_the_new_version(
+    tmp_path: Path, no_leaks: None
+) -> None:
+    """An epoch is left and the next one begins while the object is being read: that is two reads of it."""
+    data, goes_on = tmp_path / "data", threading.Event()
+    data.mkdir()
+    (data / "0").write_bytes(b"old")
+
+    class Held(LocalStore):
+        def _read(self, *arguments: Any) -> Any:
+            assert goes_on.wait(PATIENCE)
+            return super()._read(*arguments)
+
+    store = Held(data.as_uri(), str(data))
+    manifest = list_objects(store)
+
+    def name(index: int, version: str | None = None) -> bytes:
+        text = manifest.version(index) if version is None else version
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    cache = Cache(tmp_path / "cache", "raw")
+    opened = prefetcher(ObjectSource(store, manifest, key=name, on_change="refresh"), cache)
+    (data / "0").write_bytes(b"newer")
+    opened.request([0])
+    wait_until(lambda: opened.outstanding().requests == 1, "the first read has begun")
+    opened.cancel([0])
+    opened.request([0])
+    goes_on.set()
+    assert bytes(opened.get(0)) == b"newer"
+    opened.close()
+    kept = [cache.read(name(0)), cache.read(name(0, store.head("0").version))]
+    cache.close()
+    assert kept == [None, b"newer"]
+
+
 def test_concurrency_recovers_while_most_threads_are_idle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -652,3 +653,30 @@ def test_threads_share_one_client(server: FaultServer, monkeypatch: pytest.Monke
         bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))
     (where,) = store._attempt("_built")
     assert set(bodies) == {BODY} and where != os.getpid()
+
+
+def test_threads_take_turns_at_the_one_connection_of_ftp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    both, together = threading.Barrier(2), []
+
+    class OneConnection(fsspec.get_filesystem_class("file")):  # type: ignore[misc]
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return path.removeprefix("ftp://host")
+
+        def cat_file(self, path: str, **span: Any) -> Any:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.1)
+                together.append(path)
+            return super().cat_file(path, **span)
+
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "ftp", OneConnection)
+    for name in "ab":
+        (tmp_path / name).write_bytes(name.encode())
+    store = open_store(f"ftp://host{tmp_path}")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(store.read, "ab")) == [b"a", b"b"]
+    assert not together and sizes(store) == {"a": 1, "b": 1}

@@ -153,11 +153,12 @@ def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.M
     """fsspec's local file system stands for sftp, smb, hdfs: what is being written has another name."""
     from fastload.store.fsspec import FsspecStore
 
-    seen: list[list[str]] = []
+    seen: list[set[str]] = []
     mv = fsspec.implementations.local.LocalFileSystem.mv
 
     def watched(fs: Any, source: str, target: str, **options: Any) -> None:
-        seen.append([path.name for path in tmp_path.iterdir()])
+        assert len([*tmp_path.rglob("*.part")]) == 1
+        seen.append(set(sizes(store)))
         mv(fs, source, target, **options)
 
     monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "mv", watched)
@@ -166,7 +167,7 @@ def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.M
     store.write("key", tmp_path / "source")
     store.write("deep/key", BODY)
     assert (tmp_path / "key").read_bytes() == (tmp_path / "deep" / "key").read_bytes() == BODY
-    assert len(seen) == 2 and "key" not in seen[0]
+    assert seen == [{"source"}, {"source", "key"}], "what is being written is no object"
     assert sorted(path.name for path in tmp_path.rglob("*.part")) == []
 
 
@@ -218,6 +219,7 @@ def test_a_kill_in_the_middle_shows_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "key").read_bytes() == b"as it was"
     (part,) = [path for path in tmp_path.iterdir() if path.name != "key"]
     assert part.name.startswith(".") and part.name.endswith(".part"), "a listing by *.tar passes it over"
+    assert sizes(open_store(tmp_path)) == {"key": 9}, "and so does ours"
 
 
 @pytest.mark.parametrize("kind", ["path", "memory"])

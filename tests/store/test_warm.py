@@ -80,6 +80,19 @@ def test_warm_reports_and_skips_a_bad_object(tmp_path: Path) -> None:
     assert "DecodeError" in failure["error"] and "HTML" in failure["error"]
 
 
+def test_object_that_changed_is_kept_as_the_version_that_was_read(tmp_path: Path) -> None:
+    url = write(tmp_path / "data", {"a": b"old"})
+    options = {"cache": Cache(tmp_path / "cache", "raw")}
+    listed_before = ObjectDataset(url, on_change="refresh", **options)  # type: ignore[arg-type]
+    write(tmp_path / "data", {"a": b"newer"})
+    assert list(listed_before.warm([0])) == [Warmed(0, "stored", 5)]
+    listed_now = ObjectDataset(url, **options)  # type: ignore[arg-type]
+    assert (listed_before.contains(0), listed_now.contains(0)) == (False, True)
+    assert bytes(listed_now[0]) == b"newer"
+    listed_now.close()
+    listed_before.close()
+
+
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.stress), 2])
 def test_full_cache_ends_the_warming(bucket: Bucket, warm: Warm, tmp_path: Path, workers: int) -> None:
     before, limited = bucket.gets(), ["--size-limit", "1500KB", "--num-workers", workers]

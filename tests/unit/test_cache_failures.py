@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -17,6 +18,7 @@ from fastload.cache import Cache
 from fastload.cache import directory as directory_module
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
+from fastload.cache.segment import SegmentReader
 from fastload.errors import CacheError
 from tests.cachedata import fill, no_room, segments
 
@@ -164,6 +166,26 @@ def test_index_symlink_is_refused(open_cache: Callable[..., Cache], tmp_path: Pa
         assert cache.read(cache.key("k0")) is None
 
 
+def test_a_cache_is_closed_while_its_records_are_indexed_again(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of that is done by the next process, and records are written until then."""
+    cache = open_cache()
+    content = fill(cache, 5)
+    cache.close()
+    for file in (Path(cache.path) / "v1" / "index").iterdir():
+        file.unlink()
+    scan = SegmentReader.scan
+    with monkeypatch.context() as patched:
+        patched.setattr(directory_module, "CLOSE_DEADLINE", 0.5)
+        patched.setattr(SegmentReader, "scan", lambda *args: itertools.cycle(list(scan(*args))))
+        cache.lookup(b"x" * 16)
+        cache.close()
+    cache.lookup(b"x" * 16)
+    assert cache.flush(30) and all(cache.read(key) == payload for key, payload in content.items())
+    assert cache.write(cache.key("more"), b"x") and cache.flush(30)
+
+
 @pytest.mark.parametrize("again", ["reindex", "check"])
 def test_a_cache_cleared_while_its_records_are_indexed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
@@ -176,8 +198,8 @@ def test_a_cache_cleared_while_its_records_are_indexed_again(
         file.unlink()
     found = Directory.unindexed
 
-    def cleared(self: Directory) -> Any:
-        records = list(found(self))
+    def cleared(self: Directory, *stopping: Any) -> Any:
+        records = list(found(self, *stopping))
         self.index.clear()
         return records
 

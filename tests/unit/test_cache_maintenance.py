@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,25 @@ def test_clear_and_foreign_files(open_cache: Callable[..., Cache], tmp_path: Pat
     assert cache.counters["cache.failures"] == 0
     cache.check(fix=True)
     assert {file: file.read_bytes() for file in foreign} == foreign
+
+
+def test_room_of_cleared_records_is_free_once_a_running_process_writes_again(
+    open_cache: Callable[..., Cache],
+) -> None:
+    def deleted() -> list[str]:
+        files = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):
+                files.append(str(descriptor.readlink()))
+        return [file for file in files if file.startswith(cache.path) and file.endswith(".seg (deleted)")]
+
+    cache = open_cache()
+    assert all(cache.read(key) == payload for key, payload in fill(cache, 3).items())
+    for name in cache._open_or_raise().index.clear():  # as another process does it
+        (Path(cache.path) / "v1" / "segments" / name).unlink()
+    assert deleted()
+    fill(cache, 1)
+    assert not deleted()
 
 
 def test_clear_leaves_a_segment_that_is_just_being_made(
