@@ -169,6 +169,16 @@ def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle
         assert found == list(range(TOTAL))
 
 
+def test_order_of_a_stream_is_the_same_out_of_the_cache(url: str, tmp_path: Path) -> None:
+    """A run that goes on from a saved state finds in the cache what was read after that."""
+    data = closing(ParquetDataset(url, transform=CROP, shuffle_buffer="8KB", cache=tmp_path / "cache"))
+    found = labels(read(data), "label")
+    data._flush_cache()
+    requests = data.counters["get.requests"]
+    assert labels(read(data), "label") == found
+    assert data.counters["get.requests"] == requests
+
+
 def test_row_groups_are_in_random_order_in_a_stream(url: str) -> None:
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=1, shuffle_buffer=1))
     found = labels(read(data, workers=1), "label")
