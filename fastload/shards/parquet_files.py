@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +154,10 @@ def _may_hold(condition: Condition, statistics: tuple[Any, Any] | None) -> bool:
         return True
     _, operator, value = condition
     least, most = statistics
+    if isinstance(least, Decimal):
+        values = value if operator in _MEMBER else [value]
+        if not all(isinstance(one, Decimal | int) for one in values):
+            return True  # Arrow compares decimals with floats as doubles, to which it rounds both
     try:
         if operator in ("=", "=="):
             return bool(least <= value <= most)

@@ -7,6 +7,8 @@ import itertools
 import logging
 import math
 import sys
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +313,23 @@ def test_filter_finds_nan_whatever_the_statistics_of_its_row_group(tmp_path: Pat
     """Its row group has the statistics 1 to 1."""
     body = parquet({"x": [math.nan, 1.0]})
     assert len(one(tmp_path, body, filters=[("x", "in", [math.nan, 5.0])])) == 1
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *(("price", "=", 0.1), ("price", "<=", 0.3), ("price", "=", Decimal("0.3"))),
+        ("time", ">", datetime(1969, 1, 1)),
+    ],
+    ids=str,
+)
+def test_filters_compare_decimals_and_nanoseconds_as_pyarrow_does(tmp_path: Path, condition: Any) -> None:
+    prices = pa.array([Decimal("0.10"), Decimal("0.30")], pa.decimal128(9, 2))
+    rows = pa.table({"n": [0, 1], "price": prices, "time": pa.array([1001, 1002], pa.timestamp("ns"))})
+    body = parquet(rows, row_group_size=1)
+    theirs = pq.read_table(io.BytesIO(body), filters=[condition])["n"].to_pylist()
+    data = one(tmp_path, body, fields="n", filters=[condition])
+    assert theirs and [data[i] for i in range(len(data))] == theirs
 
 
 # --- Files that cannot be read -----------------------------------------------------------------------------
