@@ -106,6 +106,10 @@ class MapDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def _indexed_length(self) -> int:
+        """See `fastload.order.sampler.indexed_length`."""
+        return indexed_length(self.dataset)
+
     def __getitem__(self, index: Any) -> Any:
         return self.function(self.dataset[index])
 

@@ -22,6 +22,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed
+
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError, WorkerError
 from fastload.metrics.torch_private import default_store
@@ -68,13 +70,15 @@ class Ranks:
         """Wait until every rank has begun its next epoch, or does `what`; their summaries, by rank.
 
         Raises:
-            ArgumentError: torch.distributed is not initialized.
+            ArgumentError: torch.distributed is not initialized, or two of its processes are one rank.
             WorkerError: a rank did not begin the epoch in time.
         """
         root = _default_store() if self._root is None else self._root
         if not self._namespace:
             number = next(_numbers) if self._number is None else self._number
             store = _prefixed(f"fastload/{number}", root)
+            if self._root is None:
+                _check_alone(store, self.rank, self.ranks)
             self._namespace = agree_on_namespace(store, self.rank, self.ranks)
         before, posted, self._posted = self._store, self._posted, []
         self._epochs += 1
@@ -186,6 +190,18 @@ class _Clock:
             )
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _PAUSES[1])
+
+
+def _check_alone(store: Any, rank: int, ranks: int) -> None:
+    """Raise ArgumentError where another process is this rank too: the ranks would wait for the wrong one."""
+    process = str(torch.distributed.get_rank())
+    first = store.compare_set(f"process/{rank}", "", process).decode()
+    if first != process:
+        raise ArgumentError(
+            f"processes {first} and {process} of torch.distributed are both rank {rank} of {ranks}, and only "
+            "one process can read the streams of a rank: index the shards with `fastload index URL`, and "
+            "pass fastload.DistributedSampler with this rank and num_replicas"
+        )
 
 
 def agree_on_namespace(store: Any, rank: int, ranks: int) -> str:

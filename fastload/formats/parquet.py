@@ -134,7 +134,10 @@ def statistics(
         return None
     chunk = metadata.row_group(group).column(leaves[column][0])
     told = chunk.statistics if chunk.path_in_schema == column else None
-    return (told.min, told.max) if told is not None and told.has_min_max else None
+    try:
+        return (told.min, told.max) if told is not None and told.has_min_max else None
+    except (ValueError, OverflowError):  # no value of Python, such as a time in nanoseconds
+        return None
 
 
 def read_row_group(

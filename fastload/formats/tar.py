@@ -74,6 +74,9 @@ class TarSplitter(Splitter):
     def next(self) -> Record | None:
         pieces = self._pieces
         while not self.over:
+            if not self._key and 0 < self._at <= pieces.available:  # members that belong to no sample
+                pieces.skip(self._at)
+                self._at = 0
             try:
                 found = self._member()
             except DecodeError as error:
@@ -85,7 +88,7 @@ class TarSplitter(Splitter):
                 return self._record() if self._key else None
             key, extension = sample_name(found.name)
             if found.skipped or not key:
-                self._advance(found)
+                self._at = found.end  # its bytes may not all have arrived
                 continue
             if self._key and key != self._key:
                 return self._record()
@@ -125,15 +128,6 @@ class TarSplitter(Splitter):
                 f"a member reaches to byte {self._pieces.offset + end:,} of a shard that ends at "
                 f"{self._end:,}: the shard was cut"
             )
-
-    def _advance(self, member: _Member) -> None:
-        """Skip a member that belongs to no sample."""
-        if self._key:
-            self._at = member.end
-        elif self._pieces.available >= member.end:
-            self._pieces.skip(member.end)
-        else:
-            self._at = member.end  # its bytes have not all arrived
 
     def _add(self, key: str, extension: str, member: _Member) -> None:
         if not self._key and key in self._keys:

@@ -172,11 +172,15 @@ def _split(samples: Numbers, buckets: Numbers) -> list[Numbers]:
 
 
 def capacity(budget: float, size: Any) -> int:
-    """Return how many samples of this size the budget holds."""
+    """Return how many samples of this size the budget holds: n of `budget / n`, however that was rounded."""
+
+    def fits(count: int) -> bool:
+        return bool(count * size <= budget or size <= budget / count)
+
     count = max(1, int(budget // size))
-    while (count + 1) * size <= budget:  # what floats have rounded
+    while fits(count + 1):
         count += 1
-    while count > 1 and count * size > budget:
+    while count > 1 and not fits(count):
         count -= 1
     return count
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,6 +154,10 @@ def _may_hold(condition: Condition, statistics: tuple[Any, Any] | None) -> bool:
         return True
     _, operator, value = condition
     least, most = statistics
+    if isinstance(least, Decimal):
+        values = value if operator in _MEMBER else [value]
+        if not all(isinstance(one, Decimal | int) for one in values):
+            return True  # Arrow compares decimals with floats as doubles, to which it rounds both
     try:
         if operator in ("=", "=="):
             return bool(least <= value <= most)
@@ -173,6 +178,7 @@ _READS = 64  # files at once
 _HUGE = 1 << 30
 _MOST_ROWS = 1 << 32  # of a file: see `RecordId`
 _ROWS_A_BYTE, _FEW_ROWS = 64, 1 << 26  # columns of one value need few bytes; a damaged footer may tell of any
+_LEAST_ROW = 64  # bytes of a row in memory: a column of one value takes next to none in its file
 _VERSION = "parquet rows 1"
 
 Numbers = NDArray[np.int64]
@@ -202,9 +208,13 @@ class FileRows(NamedTuple):
         stops = self.row_stops()
         return stops if self.chosen is None else np.searchsorted(self.chosen, stops)
 
+    def row_sizes(self) -> Numbers:
+        """Return the bytes of a row of each row group, as far as the footer tells."""
+        return np.maximum(_LEAST_ROW, self.sizes // np.maximum(1, self.rows))
+
     def offsets(self) -> NDArray[np.uint64]:
-        """Return (number of the row, its bytes as far as the footer tells) of each sample."""
-        sizes = np.repeat(self.sizes // np.maximum(1, self.rows), self.rows)
+        """Return (number of the row, its bytes by `row_sizes`) of each sample."""
+        sizes = np.repeat(self.row_sizes(), self.rows)
         numbers = np.arange(len(sizes)) if self.chosen is None else self.chosen
         return np.stack([numbers, sizes[numbers]], axis=1).astype(np.uint64)
 

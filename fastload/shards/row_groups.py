@@ -141,6 +141,10 @@ class RowGroups:
             )
         self._read_once.add((shard, group))
 
+    def row_size(self, shard: int, ordinal: int) -> int:
+        """Return the bytes that a row counts as. Streams are ordered by them, so they are the index's."""
+        return int(self._files.files[shard].row_sizes()[self.group_of(shard, ordinal)])
+
     def group_of(self, shard: int, ordinal: int) -> int:
         return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
 
@@ -285,6 +289,7 @@ class RowGroupReader:
         self._missing = 0
         self._closed = False
         self._numbers: list[int] = []
+        self._size = 0  # of each row
         if ordinal < self._stop:
             pool.submit(functools.partial(self._try, self._begin))
 
@@ -302,13 +307,13 @@ class RowGroupReader:
             except DecodeError as error:
                 self._rows = error
             self._numbers = self._groups.numbers(self._shard, self._first, self._stop)
+            self._size = self._groups.row_size(self._shard, self._first)
         ordinal, offset = self.ordinal, self._numbers[self.ordinal - self._first]
         self.ordinal, self.offset = ordinal + 1, offset + 1
         if isinstance(self._rows, DecodeError):
-            return Record(offset, 0, None, DecodeError(self._rows.message))
+            return Record(offset, self._size, None, DecodeError(self._rows.message))
         assert self._rows is not None
-        payload = self._rows.record(ordinal)
-        return Record(offset, len(payload), payload)
+        return Record(offset, self._size, self._rows.record(ordinal))
 
     def close(self) -> None:
         """Let go of the row group."""

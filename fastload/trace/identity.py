@@ -23,11 +23,20 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.order.sampler import known_length
 from fastload.order.samplers import content_of
-from fastload.order.state import DatasetIdentity, DatasetRecipe, Identity, Recipe, State, Unknown
+from fastload.order.state import (
+    DatasetIdentity,
+    DatasetRecipe,
+    Identity,
+    Recipe,
+    SamplerRecipe,
+    State,
+    Unknown,
+)
 from fastload.trace.recipe import describe
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
 _DEPTH = 100  # of datasets in datasets
+_ORDER = ("replacement", "shuffle", "seed")  # of a sampler, what its order is made from
 _SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 _LIKE = {
     "indices": "pass the same indices, as by a split with a seed of its own",
@@ -77,6 +86,9 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
             f"state_dict was saved with a {state.samplers[-1]} of other contents, so the order of the "
             "samples would differ: pass the same list, indices or weights"
         )
+    recipe = describe(loader)
+    if state.sampler.state is None:  # which says it too
+        _check_order(state.recipe, recipe)
     pairs = [
         (f"source {name!r} has" if name else "the dataset has", name, before, own.datasets[name])
         for name, before in saved.datasets.items()
@@ -93,7 +105,7 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    if _check_recipe(state.recipe, describe(loader), changes_since(loader, state)):
+    if _check_recipe(state.recipe, recipe, changes_since(loader, state)):
         return
     for source, name, before, now in pairs:
         if before.type == now.type and before.listing is not None and now.listing is not None:
@@ -107,6 +119,22 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
 
 def _refuse(source: str, what: str, since: str) -> NoReturn:
     raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
+
+
+def _check_order(saved: Recipe | Unknown, own: Recipe | Unknown) -> None:
+    """Raise ArgumentError where the sampler of a state was made to give another order than the loader's."""
+    made = [recipe.sampler for recipe in (saved, own) if isinstance(recipe, Recipe)]
+    orders = [
+        {name: getattr(sampler, name) for name in _ORDER}
+        for sampler in made
+        if isinstance(sampler, SamplerRecipe)
+    ]
+    if len(orders) == 2 and orders[0] != orders[1]:
+        before, now = _differing(*orders)
+        raise ArgumentError(
+            f"state_dict was saved with a sampler of {before}, and this loader's has {now}: the order of the "
+            "samples would differ; make the sampler with the arguments of the saved run"
+        )
 
 
 def _check_recipe(saved: Recipe | Unknown, own: Recipe | Unknown, since: str) -> bool:

@@ -352,6 +352,20 @@ def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "equally often" in text
 
 
+def both_first(rank: int, ranks: int) -> str:
+    with pytest.raises((ArgumentError, WorkerError)) as caught:
+        Ranks(0, 2).begin_epoch({})
+    return str(caught.value)
+
+
+def test_two_processes_of_one_rank_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of tensor parallelism. The one that came first waits for rank 1 in vain."""
+    monkeypatch.setattr("fastload.distributed.agreement.PATIENCE_SECONDS", 0.1)
+    told, waited = sorted(on_ranks(2, both_first), key=lambda text: "waited" in text)
+    assert "of torch.distributed are both rank 0 of 2" in told and "fastload index" in told
+    assert "rank 1 to begin the epoch" in waited
+
+
 def leaves(rank: int, ranks: int) -> int:
     loader = fastload.DataLoader(RowShards([1, 30]), batch_size=2)
     if rank == 1:

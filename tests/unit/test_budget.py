@@ -241,6 +241,14 @@ def test_packs_differ_from_epoch_to_epoch() -> None:
     assert len(first & second) < 0.1 * len(first)  # all of them in one window
 
 
+def test_batch_holds_n_of_the_size_that_is_the_budget_through_n() -> None:
+    """Seven times what was rounded is more than the budget."""
+    budget = next(budget for budget in range(1000, 9000) if 7 * (budget / 7) > budget)
+    sizes = np.maximum(np.random.default_rng(5).integers(1, 2 * budget // 7, 700), budget / 7)
+    counts = [len(batch) for batch in BudgetSampler(sizes, budget, num_replicas=1, rank=0)]
+    assert max(counts) == 7 and counts.count(1) < 10
+
+
 def test_ranks_have_similar_batches_in_each_step() -> None:
     options = {"budget": 300, "by": SIZES % 3, "together": 4, "seed": 1}
     parts = [list(BudgetSampler(SIZES, **options, num_replicas=4, rank=rank)) for rank in range(4)]

@@ -332,7 +332,7 @@ def test_tar_of_every_kind(form: int, piece: int) -> None:
         ("b/ä" if form != tarfile.USTAR_FORMAT else "b/a", {"bin": bytes(512)}),
         ("c", {"jpg": b"x" * 3000}),
     ]
-    members = [member("a", type=tarfile.DIRTYPE)]
+    members = [member("LICENSE", b"?" * 9000), member("a", type=tarfile.DIRTYPE)]
     for key, parts in wanted:
         members += [member(f"{key}.{name.upper()}", content) for name, content in parts.items()]
         members.append(member(f"{key.rpartition('/')[0] or 'z'}/.hidden.txt", b"not a sample's"))

@@ -12,7 +12,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, Subset, random_sp
 import fastload
 from fastload import DataLoader, DistributedSampler, ShardSampler
 from fastload.errors import ArgumentError
-from tests.loaderdata import through_json
+from tests.loaderdata import identity, through_json
 from tests.sharddata import CROP, TOTAL, closing, dataset, shards, write
 from tests.sharddata import close_all as close_all
 from tests.sharddata import kind as kind
@@ -72,14 +72,15 @@ def test_hint_does_not_make_samples_available_by_index(tmp_path: Path) -> None:
             next(iter(DataLoader(data, 4, sampler=sampler, on_error="replace")))
 
 
-def test_state_of_a_hinted_epoch_is_that_of_one_without_a_hint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrap", [identity, lambda data: fastload.map(data, identity)], ids=["", "map"])
+def test_state_of_a_hinted_epoch_is_that_of_one_without_a_hint(wrap: Any, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    loader = DataLoader(hinted(tmp_path, cache=cache), 16, shuffle=True, seed=1)
+    loader = DataLoader(wrap(hinted(tmp_path, cache=cache)), 16, shuffle=True, seed=1)
     batches = iter(loader)
     seen = [int(one) for _ in range(3) for one in next(batches)["cls"]]
     state = through_json(loader.state_dict())
     assert state["length"] is None
-    again = DataLoader(hinted(tmp_path, None, cache=cache), 16, shuffle=True, seed=1)
+    again = DataLoader(wrap(hinted(tmp_path, None, cache=cache)), 16, shuffle=True, seed=1)
     again.load_state_dict(state)
     seen += [int(one) for batch in again for one in batch["cls"]]
     assert sorted(seen) == list(range(TOTAL))

@@ -7,6 +7,8 @@ import itertools
 import logging
 import math
 import sys
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,16 @@ def test_streams_give_every_row_once(url: str, workers: int, ranks: int, shuffle
         assert found == list(range(TOTAL))
 
 
+def test_order_of_a_stream_is_the_same_out_of_the_cache(url: str, tmp_path: Path) -> None:
+    """A run that goes on from a saved state finds in the cache what was read after that."""
+    data = closing(ParquetDataset(url, transform=CROP, shuffle_buffer="8KB", cache=tmp_path / "cache"))
+    found = labels(read(data), "label")
+    data._flush_cache()
+    requests = data.counters["get.requests"]
+    assert labels(read(data), "label") == found
+    assert data.counters["get.requests"] == requests
+
+
 def test_row_groups_are_in_random_order_in_a_stream(url: str) -> None:
     data = closing(ParquetDataset(url, transform=CROP, cycle_length=1, shuffle_buffer=1))
     found = labels(read(data, workers=1), "label")
@@ -301,6 +313,23 @@ def test_filter_finds_nan_whatever_the_statistics_of_its_row_group(tmp_path: Pat
     """Its row group has the statistics 1 to 1."""
     body = parquet({"x": [math.nan, 1.0]})
     assert len(one(tmp_path, body, filters=[("x", "in", [math.nan, 5.0])])) == 1
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *(("price", "=", 0.1), ("price", "<=", 0.3), ("price", "=", Decimal("0.3"))),
+        ("time", ">", datetime(1969, 1, 1)),
+    ],
+    ids=str,
+)
+def test_filters_compare_decimals_and_nanoseconds_as_pyarrow_does(tmp_path: Path, condition: Any) -> None:
+    prices = pa.array([Decimal("0.10"), Decimal("0.30")], pa.decimal128(9, 2))
+    rows = pa.table({"n": [0, 1], "price": prices, "time": pa.array([1001, 1002], pa.timestamp("ns"))})
+    body = parquet(rows, row_group_size=1)
+    theirs = pq.read_table(io.BytesIO(body), filters=[condition])["n"].to_pylist()
+    data = one(tmp_path, body, fields="n", filters=[condition])
+    assert theirs and [data[i] for i in range(len(data))] == theirs
 
 
 # --- Files that cannot be read -----------------------------------------------------------------------------
