@@ -56,6 +56,8 @@ _SIGNATURES = (
     (b"BM", "BMP"),
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
+    (b"II+\0", "TIFF"),  # BigTIFF
+    (b"MM\0+", "TIFF"),
     *((b"P%d" % kind, "PPM") for kind in range(1, 7)),
 )
 _BOXED: dict[str, Callable[[memoryview, int], Image]] = {"AVIF": open_avif, "HEIF": open_heic}

@@ -255,6 +255,7 @@ def other_formats() -> dict[str, tuple[bytes, Image.Image]]:
         "gif, transparent": save(palette, "GIF", transparency=3),
         "bmp": save(image, "BMP"),
         "tiff": save(image, "TIFF"),
+        "tiff, large": save(image, "TIFF", big_tiff=True),
         "ppm": save(image, "PPM"),
         "pgm": save(image.convert("L"), "PPM"),
     }
