@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,4 +59,7 @@ def prove(
 
 
 def _paths(side: str) -> str | list[str]:
-    return side if Path(side).exists() else side.split(",")
+    with suppress(OSError):  # a list of paths may be longer than the name of a file
+        if Path(side).exists():
+            return side
+    return side.split(",")

@@ -28,7 +28,7 @@ from fastload.errors import ArgumentError, DecodeError, FastloadError, shorten_e
 from fastload.formats.tokens import npy_header
 from fastload.formats.values import as_json, as_text, unpickle
 from fastload.images.crop import Crop
-from fastload.images.decode import find_format
+from fastload.images.decode import is_image
 from fastload.images.rng import Rng
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
@@ -157,15 +157,7 @@ class FilePayloads(ObjectPayloads):
 
 
 def _is_image(extension: str, payload: Any) -> bool:
-    if extension in IMAGES:
-        return True
-    if extension in _OPENERS:
-        return False
-    try:
-        find_format(payload)
-    except DecodeError:
-        return False
-    return True
+    return extension in IMAGES or (extension not in _OPENERS and is_image(payload))
 
 
 def _opened(key: str, extension: str, payload: Any) -> Any:

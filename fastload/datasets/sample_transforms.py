@@ -57,7 +57,7 @@ class FieldTransforms:
             have no column in a batch, as their number differs from sample to sample.
 
     Raises:
-        ArgumentError: a transform cannot be called.
+        ArgumentError: a transform cannot be called, or is a crop with a `__call__` of the user's.
     """
 
     def __init__(self, transform: Transform, lists: Collection[str] = ()) -> None:
@@ -69,6 +69,8 @@ class FieldTransforms:
         self._last: tuple[tuple[str, ...], list[Any], dict[str, Crop]] | None = None
         for name, each in self._parts():
             check_function(name, each)
+            for one in all_transforms(each):
+                _refuse_own_call(one)
             if isinstance(each, ByEpoch):
                 self.by_epoch.append(each)
 
@@ -264,6 +266,19 @@ class FieldTransforms:
                 masks[0],
                 name_of(fields),
             )
+
+
+def _refuse_own_call(transform: Any) -> None:
+    """Raise `ArgumentError` for a subclass of a crop that overrides `__call__`: no row is made by that."""
+    kind = type(transform)
+    if not isinstance(transform, Crop):
+        return
+    home = next(cls for cls in kind.__mro__ if "__call__" in vars(cls))
+    if not home.__module__.startswith("fastload."):
+        raise ArgumentError(
+            f"transform= has a {kind.__name__}, and batches would be made without {home.__name__}.__call__: "
+            "give a function that calls the crop, or the crop itself and fastload.map(dataset, function)"
+        )
 
 
 def name_of(fields: Mapping[str, Any]) -> str:

@@ -169,7 +169,10 @@ class SampleBuilder:
     @property
     def structure(self) -> Any:
         """Return what two builders must have in common to fill one batch."""
-        return repr(self._shape), self._image, None if self._values is None else tuple(self._values.names)
+        values = tuple(self._value_names)
+        # The column of a value that a function takes is made once all rows are filled, any other one before.
+        changed = self.transforms.functions().keys() & set(values)
+        return repr(self._shape), self._image, values, changed
 
     def sample(self, value: Any, record: int) -> Any:
         """Return the sample of what `ObjectPayloads.open` returned for a record.

@@ -335,10 +335,31 @@ def _array(name: str, values: Any) -> Any:
                 flat = pa.FixedSizeListArray.from_arrays(flat, size)
             return flat
         if isinstance(values, list | tuple):  # of arrays and tensors, perhaps
+            column = _from_arrays(name, values)
+            if column is not None:
+                return column
             values = [one.tolist() if hasattr(one, "tolist") else one for one in values]
         return pa.array(values)
     except _BAD as error:
         raise ArgumentError(f"column {name!r} of the table has values of no one type: {error}") from error
+
+
+def _from_arrays(name: str, values: Sequence[Any]) -> Any:
+    """Return arrays or tensors of numbers as a column of their dtype; None for any other values.
+
+    They differ in their length alone. An empty one may be of any dtype: numpy's is float64 unless told.
+    """
+    try:
+        arrays = [one.detach().cpu().numpy() if hasattr(one, "detach") else one for one in values]
+    except TypeError:  # numpy has no bfloat16
+        return None
+    if not all(type(one) is np.ndarray and one.ndim and one.dtype.kind in "biuf" for one in arrays):
+        return None
+    filled = [one for one in arrays if one.size]
+    if len({(one.dtype, one.shape[1:]) for one in filled}) != 1 or any(len(one) > one.size for one in arrays):
+        return None
+    offsets = np.cumsum([0, *map(len, arrays)])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _array(name, np.concatenate(filled)))
 
 
 # --- columns

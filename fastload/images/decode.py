@@ -18,6 +18,7 @@ a file that has one begins to decode at its own first row (`fastload/images/rows
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,10 +54,16 @@ _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),
-    (b"BM", "BMP"),
     (b"II*\0", "TIFF"),
     (b"MM\0*", "TIFF"),
-    *((b"P%d" % kind, "PPM") for kind in range(1, 7)),
+    (b"II+\0", "TIFF"),  # BigTIFF
+    (b"MM\0+", "TIFF"),
+)
+# Formats of which two bytes are the signature. Hashes, ids and texts begin with these too, so the header
+# counts: its size in a BMP, the width in a PPM, with the white space and comments that Pillow takes.
+_HEADERS = (
+    (re.compile(rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL), "BMP"),
+    (re.compile(rb"P[1-6]\s+(#|\d+\s+(#|\d))"), "PPM"),
 )
 _BOXED: dict[str, Callable[[memoryview, int], Image]] = {"AVIF": open_avif, "HEIF": open_heic}
 
@@ -276,9 +283,12 @@ def is_image(data: Source) -> bool:
 
 def _sniff(data: memoryview) -> str:
     """Return Pillow's name of the format, from the first bytes."""
-    head = bytes(data[:16])
+    head = bytes(data[:32])
     for signature, name in _SIGNATURES:
         if head.startswith(signature):
+            return name
+    for header, name in _HEADERS:
+        if header.match(head):
             return name
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"

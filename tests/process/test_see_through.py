@@ -225,6 +225,14 @@ def test_negative_indices_of_a_concat_are_those_of_torch_and_others_are_bad_samp
             list(DataLoader(dataset, 3, sampler=[0, index]))
 
 
+def test_parts_of_a_concat_may_differ_in_their_target_transform(opened: Any) -> None:
+    plain, other = opened("a"), opened("b", target_transform=lambda label: label + 100)
+    for parts in ([plain, other], [other, plain]):
+        dataset: Any = ConcatDataset(parts)
+        expected = told(list(torch.utils.data.DataLoader(dataset, 5)))
+        assert told(list(DataLoader(dataset, 5))) == expected
+
+
 @pytest.mark.parametrize("wrap", [lambda part: ConcatDataset([part]), lambda part: fastload.map(part, tuple)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_wrapper_tells_the_epoch_to_what_it_holds(opened: Any, wrap: Any, workers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
 import pickle
@@ -33,6 +34,7 @@ from fastload.images import (
     shrink,
 )
 from fastload.images import kernel as native
+from fastload.images.decode import is_image
 from tests.patience import PATIENCE
 from tests.photos import path as path
 from tests.photos import pillow_jpeg, png, psnr, scene, variants, with_size
@@ -255,8 +257,10 @@ def other_formats() -> dict[str, tuple[bytes, Image.Image]]:
         "gif, transparent": save(palette, "GIF", transparency=3),
         "bmp": save(image, "BMP"),
         "tiff": save(image, "TIFF"),
+        "tiff, large": save(image, "TIFF", big_tiff=True),
         "ppm": save(image, "PPM"),
         "pgm": save(image.convert("L"), "PPM"),
+        "pgm, comment": b"P5\n# of a scanner\n61 43\n255\n" + image.convert("L").tobytes(),
     }
     if features.check("webp"):
         files["webp"] = save(image, "WEBP", lossless=True)
@@ -468,6 +472,13 @@ def test_bytes_that_are_not_an_image(path: str, data: Any, words: str) -> None:
         decode_image(data)
     assert words in str(caught.value)
     assert caught.value.stage == "decode"
+
+
+@pytest.mark.parametrize("begin", [b"BM", *(b"P%d" % kind for kind in range(1, 7))])
+def test_text_or_hash_that_begins_like_an_image_is_none(begin: bytes) -> None:
+    assert not is_image(begin) and not is_image(begin + b"W 3 series, parked")
+    assert not is_image(begin + b" 2024, second draft")
+    assert not any(is_image(begin + hashlib.sha256(b"%d" % n).digest()) for n in range(100))
 
 
 # ---------------------------------------------------------------- without Pillow; what is installed

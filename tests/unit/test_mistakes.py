@@ -48,6 +48,11 @@ def table(root: Path, key: str) -> Any:
     return TableDataset([{"image": key, "label": 1}], FIELDS, url=root / "photos")
 
 
+class Darker(CenterCrop):
+    def __call__(self, image: Any) -> Any:
+        return super().__call__(image) // 2
+
+
 Call = Callable[[Path], Any]
 MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
     "an option of the store as an argument": (
@@ -127,6 +132,12 @@ MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
         lambda root: ImageFolder(root / "photos", 224),  # type: ignore[arg-type]
         ArgumentError,
         "transform must be callable or None, as RandomResizedCrop(224) is; found 224",
+    ),
+    "a crop with a call of its own": (
+        lambda root: ImageFolder(root / "photos", fastload.ByEpoch({0: CenterCrop(8), 1: Darker(8)})),
+        ArgumentError,
+        "transform= has a Darker, and batches would be made without Darker.__call__: give a function that "
+        "calls the crop, or the crop itself and fastload.map(dataset, function)",
     ),
     "a URL as a key": (
         lambda root: DataLoader(ImageFolder(root / "photos", CenterCrop(8))).exclude([f"{root}/cat/0.jpg"]),

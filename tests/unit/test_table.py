@@ -197,6 +197,26 @@ def test_arrays_and_tensors_of_columns_keep_their_shape(table: Any) -> None:
     assert found[1][0].tolist() == [4, 5, 6, 7] and found[1][1] == 1 and found[2][2].shape == (0,)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "bool", ">i2"])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+def test_arrays_and_tensors_of_a_list_keep_dtype(table: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    kept = np.dtype(dtype).newbyteorder("=")
+    arrays = [np.ones((count, *shape), dtype) for count in (3, 1)]
+    tensors = [torch.from_numpy(one.astype(kept)) for one in arrays]
+    found = table(("a", "b"), {"a": [*arrays, np.array([])], "b": [*tensors, torch.empty(0)]})
+    for index, array in enumerate(arrays):
+        for value in found[index]:
+            assert value.dtype == kept and np.array_equal(value, array)
+    assert [len(value) for value in found[2]] == [0, 0]
+    assert table("a", [{"a": one} for one in arrays])[1].dtype == kept
+
+
+def test_arrays_of_several_dtypes_and_tensors_that_numpy_has_not_are_numbers(table: Any) -> None:
+    mixed = [np.ones(2, np.float32), np.ones(2, np.int8)]
+    found = table(("a", "b"), {"a": mixed, "b": [torch.ones(2, dtype=torch.bfloat16)] * 2})
+    assert [value.dtype for value in found[1]] == [np.float64, np.float64]
+
+
 @pytest.mark.parametrize(
     ("column", "first", "batch"),
     [

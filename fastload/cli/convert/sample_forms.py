@@ -24,7 +24,11 @@ from fastload.formats.tar import TarWriter, read_sample
 from fastload.formats.tfrecord import TFRecordWriter, encode_example, read_example
 from fastload.shards.formats import TAR, TFRECORD
 
-_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
+# Pillow's name of a format -> the extension of its members.
+_EXTENSIONS = {
+    "JPEG": "jpg", "PNG": "png", "WEBP": "webp", "AVIF": "avif", "HEIF": "heic", "GIF": "gif", "BMP": "bmp",
+    "TIFF": "tif", "PPM": "ppm",
+}  # fmt: skip
 _IMAGE_FEATURES = ("image", "image/encoded", "image_raw")
 _LABEL_FEATURES = ("label", "image/class/label")
 
@@ -149,15 +153,13 @@ def _members(name: str, values: Any) -> dict[str, Any]:
 
 
 def _image_kind(content: Any) -> str:
-    from fastload.images.heif import sniff_boxes  # it imports torch
+    """Return the extension of an encoded image; "" for other bytes."""
+    from fastload.images.decode import find_format  # it imports torch
 
-    head = bytes(content[:12])
-    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
-        return "webp"
-    boxed = sniff_boxes(memoryview(content))
-    if boxed is not None:
-        return {"AVIF": "avif", "HEIF": "heic"}[boxed]
-    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+    try:
+        return _EXTENSIONS[find_format(content)[1]]
+    except DecodeError:
+        return ""
 
 
 class Members:
