@@ -1,4 +1,6 @@
-"""A second, empty machine that takes a published cache: `python -m bench published [--peers] [--json]`.
+"""A second, empty machine that takes a published cache.
+
+    python -m bench published [--peers] [--json] [--save]
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
 requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`, and
@@ -34,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastload
-from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
+from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder, write_result
 from bench.measure.sections import Course, Entrant, Place
 from bench.peers.contenders import COLD, Contender
 from bench.peers.peer import Run, make_own_files
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", action="store_true", help=f"beside {'; '.join(PEERS)}")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
@@ -192,6 +195,8 @@ def main() -> None:
     ]
     document["runs"] = runs
     show(document)
+    if given.save:
+        write_result(document)
     if given.json:
         print(json.dumps(document))
 
