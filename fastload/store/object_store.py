@@ -5,7 +5,6 @@ obstore's fsspec adapter is not used: it costs three times the CPU per object.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -122,7 +121,7 @@ class NativeStore(Store):
         self._first_writer = ProcessLocal(lambda: self._client(_first(_WRITER)))
         self._passes = ProcessLocal(lambda: OnePass(self._whole_answer))
         self._server = self._location.endpoint or "{0.scheme}://{0.netloc}".format(urlsplit(url))
-        self._first_range = threading.Lock()  # whether ranges are kept is learned by one request
+        self._first_range = threading.Lock()  # one request tells whether the server keeps ranges
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -190,23 +189,16 @@ class NativeStore(Store):
             return _whole(result.bytes(), key, result, version, size)
 
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
-        import obstore
-
         with self._errors(key):
-            with self._first_range if self._server not in _keeps_ranges else contextlib.nullcontext():
-                if _keeps_ranges.get(self._server, True):
-                    try:
-                        result = obstore.get(
-                            self._reader.get(), key, options=_conditions(version, (start, stop))
-                        )
-                        body = result.bytes()
-                    except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
-                        if not _range_ignored(error):
-                            raise
-                        _keeps_ranges[self._server] = False
-                    else:
-                        _keeps_ranges[self._server] = True
-                        return _cut(body, key, start, stop, result, version)
+            piece: Buffer | None = None
+            if self._server not in _keeps_ranges:
+                with self._first_range:
+                    if self._server not in _keeps_ranges:  # else all who waited here ask side by side
+                        piece = self._ask_range(key, start, stop, version)
+            if piece is None and _keeps_ranges[self._server]:
+                piece = self._ask_range(key, start, stop, version)
+            if piece is not None:
+                return piece
             if self.budget is not None and any(self.budget.limits):
                 raise StoreError(
                     "the server sends whole objects where ranges are asked for, so max_gets and "
@@ -218,6 +210,21 @@ class NativeStore(Store):
                 check_end(key, stop, size)
             check_length(key, piece, stop - start)
             return piece
+
+    def _ask_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer | None:
+        """Return a range by one request, and note whether the server keeps ranges: None if it does not."""
+        import obstore
+
+        try:
+            result = obstore.get(self._reader.get(), key, options=_conditions(version, (start, stop)))
+            body = result.bytes()
+        except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
+            if not _range_ignored(error):
+                raise
+            _keeps_ranges[self._server] = False
+            return None
+        _keeps_ranges[self._server] = True
+        return _cut(body, key, start, stop, result, version)
 
     def _whole_answer(self, key: str, version: str | None) -> Answer:
         import obstore

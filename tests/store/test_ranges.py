@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from fastload import Cache, DataLoader, File, TableDataset
+from fastload import Cache, DataLoader, File, TableDataset, open_store
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, ObjectChangedError
 from fastload.fetch.threads import ReadSettings
 from tests.faultserver import Fault, FaultServer
@@ -344,3 +345,14 @@ def test_damage_in_a_list_names_the_object(server: FaultServer) -> None:
     with pytest.raises(DecodeError) as caught:
         dataset[0]
     assert caught.value.key == "x.jpg (keys[1] of row 0)"
+
+
+def test_ranges_that_wait_for_the_first_answer_are_then_asked_side_by_side() -> None:
+    """One answer tells whether a server keeps ranges. Those who waited for it took turns: a round trip each."""
+    with FaultServer({"a.bin": bytes(range(80))}) as server:
+        server.script("a.bin", Fault(delay=0.1), repeat=True)
+        store = open_store("s3://bucket", **server.options)
+        with ThreadPoolExecutor(8) as pool:
+            pieces = pool.map(lambda n: bytes(store.read_range("a.bin", 10 * n, 10 * n + 10)), range(8))
+            assert b"".join(pieces) == bytes(range(80))
+        assert server.most_at_once == 7
