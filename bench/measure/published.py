@@ -3,12 +3,12 @@
     python -m bench published [--peers] [--json] [--save]
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
-requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`, and
-"warm" a cache that has all. A node with `push=True` publishes first. The requests are all of a run, those for
-listings and the pull included.
+requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`,
+"pulled" one that is pulled before the epoch, and "warm" a cache that has all. A node with `push=True`
+publishes first. The requests are all of a run, those for listings and the pull included.
 
 The rate counts from the first batch on; "wait" is the time from the beginning of the epoch to its first
-batch, in which the pull comes.
+batch, with the pull of "pulled".
 
 With --peers, loaders that read shards of their own take part, with 2 workers, each in a process that keeps
 running, from the second epoch on; such an epoch reads all again, as on a machine without a cache.
@@ -40,12 +40,13 @@ from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, phot
 from bench.measure.sections import Course, Entrant, Place
 from bench.peers.contenders import COLD, Contender
 from bench.peers.peer import Run, make_own_files
+from fastload.cache.exchange import pull
 from fastload.cache.remote import close_all
 from fastload.cli.demo.delay_proxy import Counts
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
 from fastload.cli.report import describe_machine
 
-CONTENDERS = ("alone", "remote", "warm")
+CONTENDERS = ("alone", "remote", "pulled", "warm")
 PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
 
 
@@ -57,16 +58,19 @@ class Job(NamedTuple):
     push: bool
     photos: str
     options: dict[str, str]
+    pulled: bool = False
 
 
 def run_node(job: Job) -> None:
     """One node, one epoch; prints what it took."""
-    remote = fastload.open_store("s3://packs/run", **job.options) if job.remote else None
-    cache = fastload.Cache(job.cache, "raw", remote=remote, push=job.push)
+    packs = fastload.open_store("s3://packs/run", **job.options)
+    cache = fastload.Cache(job.cache, "raw", remote=packs if job.remote else None, push=job.push)
     transform = fastload.RandomResizedCrop(SIZE)
     dataset = fastload.ImageFolder(f"s3://{job.photos}", transform, cache=cache, storage_options=job.options)
     loader = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
     begin = time.perf_counter()
+    if job.pulled:
+        pull(cache, packs)
     first, samples = 0.0, 0
     for images, _ in loader:
         first = first or time.perf_counter()
@@ -158,7 +162,7 @@ def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str
         for turn in range(repeats):
             for name in CONTENDERS:
                 cache = root / ("full" if name == "warm" else f"{name}-{turn}")
-                job = Job(str(cache), name == "remote", False, "photos", options)
+                job = Job(str(cache), name == "remote", False, "photos", options, name == "pulled")
                 runs[name].append(run(job, proxy, count))
             for entrant in entrants:
                 assert course is not None
