@@ -348,7 +348,7 @@ def test_damage_in_a_list_names_the_object(server: FaultServer) -> None:
 
 
 def test_ranges_that_wait_for_the_first_answer_are_then_asked_side_by_side() -> None:
-    """One answer tells whether a server keeps ranges. Those who waited for it took a round trip each in turn."""
+    """One answer tells whether a server keeps ranges. Those who waited for it took turns after it."""
     with FaultServer({"a.bin": bytes(range(80))}) as server:
         server.script("a.bin", Fault(delay=0.1), repeat=True)
         store = open_store("s3://bucket", **server.options)
