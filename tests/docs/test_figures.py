@@ -2,7 +2,7 @@
 
 A page names the result, or several, before a table:
 
-    <!-- figures: shapes-2026-11-22.json -->
+    <!-- figures: shapes-2026-11-26.json -->
 
 Each number of the table is one of the result, or the median of a list in it, in thousands or per cent.
 What `python -m bench report` writes is compared in tests/unit/test_bench_report.py.
