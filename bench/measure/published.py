@@ -51,25 +51,25 @@ PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
 
 
 class Job(NamedTuple):
-    """One process."""
+    """One process: one of `CONTENDERS`, or "publishing", which fills a cache and publishes it."""
 
+    contender: str
     cache: str
-    remote: bool
-    push: bool
     photos: str
     options: dict[str, str]
-    pulled: bool = False
 
 
 def run_node(job: Job) -> None:
     """One node, one epoch; prints what it took."""
     packs = fastload.open_store("s3://packs/run", **job.options)
-    cache = fastload.Cache(job.cache, "raw", remote=packs if job.remote else None, push=job.push)
+    publishing = job.contender == "publishing"
+    remote = packs if publishing or job.contender == "remote" else None
+    cache = fastload.Cache(job.cache, "raw", remote=remote, push=publishing)
     transform = fastload.RandomResizedCrop(SIZE)
     dataset = fastload.ImageFolder(f"s3://{job.photos}", transform, cache=cache, storage_options=job.options)
     loader = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
     begin = time.perf_counter()
-    if job.pulled:
+    if job.contender == "pulled":
         pull(cache, packs)
     first, samples = 0.0, 0
     for images, _ in loader:
@@ -158,12 +158,11 @@ def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str
         server = stack.enter_context(serve_s3(root / "s3", read_only=False))
         proxy = stack.enter_context(delay_proxy(server.endpoint_url, ROUND_TRIP))
         options = {**server.options, "endpoint_url": proxy.url}
-        run(Job(str(root / "full"), True, True, "photos", options), proxy, count)
+        run(Job("publishing", str(root / "full"), "photos", options), proxy, count)
         for turn in range(repeats):
             for name in CONTENDERS:
                 cache = root / ("full" if name == "warm" else f"{name}-{turn}")
-                job = Job(str(cache), name == "remote", False, "photos", options, name == "pulled")
-                runs[name].append(run(job, proxy, count))
+                runs[name].append(run(Job(name, str(cache), "photos", options), proxy, count))
             for entrant in entrants:
                 assert course is not None
                 runs.setdefault(entrant.contender.name, []).append(run_peer(course, entrant))
