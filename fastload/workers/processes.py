@@ -181,7 +181,7 @@ class WorkerProcesses(Workers):
             self._tell(worker, -1, None)
 
     def discard(self, arrival: Arrival) -> None:
-        if arrival.load is not None:
+        if arrival.load is not None and self._open:
             arrival.load()  # the slots go back when the batch that views them dies, which is now
 
     def interrupted(self) -> list[int]:
@@ -305,6 +305,8 @@ class WorkerProcesses(Workers):
                 if worker.process.is_alive():
                     getattr(worker.process, end)()
                     worker.process.join(timeout=1)
+        for worker in self._workers:
+            worker.slots.close()  # who has an exhausted iterator does not need their memory
 
 
 @atexit.register

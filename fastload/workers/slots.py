@@ -511,6 +511,10 @@ class SlotMap:
             leases = [np.frombuffer(bytearray(packed.inline), np.uint8)] if packed.inline else []
         return load(packed, leases)
 
+    def close(self) -> None:
+        """Let go of all slots, once the worker has ended. Live batches keep theirs."""
+        self._memory.clear()
+
     def _lease(self, slot_id: int) -> Bytes:
         lease = self._memory[slot_id].view(Lease)
         self._leases.begin(slot_id)

@@ -398,6 +398,16 @@ def test_slots_are_used_again() -> None:
     assert len(addresses) <= 6
 
 
+def test_exhausted_iterator_holds_no_slots() -> None:
+    before = _slot_bytes()
+    iterator = iter(DataLoader(Numbers(8, numbered), batch_size=4, num_workers=1))
+    *_, batch = iterator
+    assert _slot_bytes() > before and batch[:, -1].tolist() == [4, 5, 6, 7]  # that of the live batch
+    del batch, _
+    assert _slot_bytes() <= before
+    assert next(iterator, None) is None
+
+
 def test_a_slow_consumer_keeps_memory_bounded() -> None:
     iterator = iter(DataLoader(Numbers(200, picture), batch_size=4, num_workers=2, prefetch_factor=2))
     for _ in range(3):
@@ -716,8 +726,8 @@ def test_batch_that_a_forked_child_sees_does_not_change() -> None:
     os.close(told)
     slots = _slots_of(iterator)
     del batch
-    for first, later in enumerate(iterator, 2):
-        assert later[:, 0].tolist() == [2 * first, 2 * first + 1]
+    for first in range(2, 31):
+        assert next(iterator)[:, 0].tolist() == [2 * first, 2 * first + 1]
     assert len(slots - _slots_of(iterator)) == 1, "what nobody here looks at any more is not kept"
     os.close(tell)
     assert os.read(answer, 10) == bytes([0, 1, 2, 3])
@@ -733,7 +743,8 @@ def test_fork_of_a_worker_gives_no_slot_up() -> None:
     slots = _slots_of(iterator)
     assert len(list(DataLoader(Numbers(4), num_workers=2))) == 4
     del batch
-    assert len([batch.shape for batch in iterator]) == 31
+    for first in range(1, 31):
+        assert next(iterator)[:, 0].tolist() == [2 * first, 2 * first + 1]
     assert slots <= _slots_of(iterator)
 
 
