@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,24 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     cache = ["--cache", str(tmp_path / "cache")] if arguments[0] == "warm" else []
     assert says in answer(*options_of(root, arguments), *cache, code=2)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [(["--overlap", 1], {"overlap": 1}), (["--documents", ".ends"], {"documents": ".ends"})],
+    ids=["overlap", "documents"],
+)
+def test_warmed_tokens_are_those_that_the_script_reads(
+    options: list[object], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    corpus, cache = tmp_path / "corpus", tmp_path / "cache"
+    corpus.mkdir()
+    np.arange(1000, dtype=np.uint16).tofile(corpus / "part.bin")
+    with (corpus / "part.ends").open("wb") as ends:
+        np.save(ends, [30, 1000])
+    answer("warm", corpus, *TOKENS, *options, "--cache", cache, "--num-workers", 0)
+    dataset = fastload.TokenDataset(corpus, "uint16", 100, cache=cache, **arguments)
+    assert all(dataset.contains(number) for number in range(len(dataset)))
 
 
 def test_table_of_rows_reads_the_files_that_it_names(root: Path, tmp_path: Path) -> None:
