@@ -87,8 +87,8 @@ class Cache:
             are not supported.
         mode: the kind of payload: "raw" the object's bytes; "dct" a JPEG without its Huffman codes, with the
             same pixels, which needs the compiled kernel; "shrunk" a smaller JPEG; "decoded" pixels (uint8,
-            HWC). "auto": "raw" or "dct", as the first samples, the disk and the cores suggest; see
-            `fastload.datasets.cache_forecast`. Samples that are no images are kept as in "raw" by both.
+            HWC). "auto": a JPEG with an index of its rows, or as "dct" where that slows no first epoch; see
+            "Cache modes" in the documentation. Both keep samples that are no images as "raw" does.
         size_limit: bytes on disk for all processes that use the directory with this limit, as int or as text
             such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays
             free). The index is not included; it takes about 100 bytes per object.
@@ -96,10 +96,10 @@ class Cache:
         quality: "shrunk": JPEG quality, 1 to 100.
         remote: a URL, or what `open_store` returns for one that needs storage options, where nodes publish
             records for each other. When a loader begins an epoch, a background process pulls what is
-            published there and not here; with `partition="node"` of the share of its node only. The first
-            iteration waits for a pull that ends within 10 s; samples that have not come are read from their
-            objects. Records are verified, and found only by datasets over the same versions of the objects.
-            Where the URL fails, training goes on without it, with one RuntimeWarning.
+            published there and not here, of the samples of its dataset, `Subset` or node's share. The epoch
+            does not wait: samples that have not come are read from their objects. Records are verified, and
+            found only by datasets over the same versions of the objects. Where the URL fails, training goes
+            on without it, with one RuntimeWarning.
         push: publish what is in the cache at `remote`, in the background: at the end of each epoch, and when
             the trainer ends, which then waits for it.
 
