@@ -251,8 +251,9 @@ def _open_environment(folder: Path, readonly: bool) -> Any:
             return lmdb.open(str(folder), **options)
         except lmdb.LockError:  # of a reader, which locks the byte that its process id names
             raise CacheError(
-                f"process {os.getpid()} of another container uses it too, and LMDB tells processes by their "
-                "ids: let the containers share them (hostPID: true, docker --pid=host), or give each a cache"
+                f"process {os.getpid()} of another container uses it too, and LMDB identifies processes by "
+                "their ids: let the containers share process ids (hostPID: true, docker --pid=host), or give "
+                "each a cache"
             ) from None
     try:
         reserve_lock_file(folder)
