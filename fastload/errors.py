@@ -36,8 +36,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The only place with the address of the documentation.
-DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
+# The only place with the address of the documentation. Until a tag makes a release, "stable" leads nowhere.
+DOCS = "https://torch-fastload.readthedocs.io/en/latest/"
 
 __all__ = [
     "AccessDeniedError",

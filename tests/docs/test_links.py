@@ -28,6 +28,14 @@ def test_addresses_in_the_code_lead_somewhere() -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_addresses_of_the_documentation_are_of_one_version() -> None:
+    """Those in files that no code writes."""
+    others = ["CITATION.cff", "pyproject.toml", "docs/tutorials/fastload.ipynb"]
+    texts = {path: path.read_text() for path in [*pages(), *(ROOT / name for name in others)]}
+    host = DOCS.partition("/en/")[0]
+    assert [path for path, text in texts.items() if text.count(f"{host}/") != text.count(DOCS)] == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
