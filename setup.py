@@ -20,10 +20,10 @@ from setuptools.command.build_ext import build_ext
 
 REMEDY = """
 fastload's C kernel could not be built: the compiler's message is above. The kernel needs a C compiler and
-libjpeg-turbo's headers:
+the headers of libjpeg-turbo and Python:
 
-    Debian, Ubuntu   apt install gcc libjpeg-dev
-    Fedora           dnf install gcc libjpeg-turbo-devel
+    Debian, Ubuntu   apt install gcc libjpeg-dev python3-dev
+    Fedora           dnf install gcc libjpeg-turbo-devel python3-devel
     conda            conda install -c conda-forge c-compiler libjpeg-turbo
 
 To install without the kernel (JPEGs are decoded more slowly):

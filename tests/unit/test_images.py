@@ -509,6 +509,7 @@ def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = backend()
     assert found["jpeg"] == "fallback" and found["simd"] is None
     assert check_jpegs().state == "warn" and "libjpeg-turbo" in check_jpegs().advice
+    assert "torch-fastload" not in check_jpegs().advice, "it is not on PyPI yet: pip would find nothing"
 
 
 WITHOUT_KERNEL = """
