@@ -104,7 +104,8 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
         advice = _store(counters, gauges)
     elif stage == "cache":
         advice = (
-            "a faster SSD, mode 'shrunk' (a ninth of the bytes of 'decoded') or more free memory would help"
+            "a faster SSD, more free memory or mode 'shrunk' (an eighth of the bytes of 'decoded', lossy) "
+            "would help"
         )
     else:
         advice = _cores(stage, gauges)
@@ -143,7 +144,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     elif not hits and not misses:
         first = "give the dataset a cache, and later epochs will not read the store; until then "
     elif counters.get("cache.dropped", 0.0) > _DROPPED * misses:
-        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; in addition, "
+        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk' (lossy); in addition, "
     else:
         first = "later epochs read the cache; until then "
     more = _more_workers(gauges)
@@ -155,7 +156,10 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
 def _cores(stage: str, gauges: Mapping[str, float]) -> str:
     less = "a cheaper collate_fn"
     if stage == "decode":
-        less = "a cache in mode 'shrunk' or 'decoded', or decoding on the GPU"
+        less = (
+            "a fused transform (fastload.fuse), a cache in mode 'dct' (no pixel changes) or in mode 'shrunk' "
+            "or 'decoded' (lossy)"
+        )
     if not gauges:
         return f"more workers (if cores are idle), or {less}, would help"
     more = _more_workers(gauges)

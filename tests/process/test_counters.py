@@ -162,7 +162,14 @@ def test_more_workers_need_idle_cores() -> None:
         counters, node | {"node.idle_cores": 5.9}
     )
     busy = explain_bottleneck(counters, node | {"node.idle_cores": 0.2})
-    assert "all 8 cores are busy" in busy and "GPU" in busy and "more workers" not in busy
+    assert "all 8 cores are busy" in busy and "more workers" not in busy
+
+
+def test_advice_for_decoding_names_what_changes_no_pixel_first() -> None:
+    counters = {"wait.batches": 9.0, "wait.seconds": 5.0, "decode.seconds": 9.0, "decode.samples": 90}
+    words = explain_bottleneck(counters)
+    assert words.index("fuse") < words.index("'dct'") < words.index("'shrunk'") < words.index("lossy")
+    assert "GPU" not in words, "decoding there has not run on a GPU"
 
 
 def test_copy_and_device() -> None:
