@@ -49,7 +49,8 @@ class TableDataset(StoreDataset):
     """A map-style dataset with one sample for each row of a table.
 
     `fields` has the shape of a sample: a tuple gives tuples, a mapping gives dicts, nested or not. Each leaf
-    is the name of a column, or a `File` for an object whose key stands in the table.
+    is the name of a column, or a `File` for an object whose key stands in the table. Every table needs
+    pyarrow, the extra `parquet`.
 
     Example::
 
