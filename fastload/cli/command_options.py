@@ -27,7 +27,7 @@ else:  # for Typer, which knows the choices of an option by its type
 
 
 NumWorkers = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Worker processes.", show_default="the cores")
+    int, typer.Option(metavar="N", min=0, help="Workers, as of DataLoader.", show_default="the cores")
 ]
 CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of each side of the crop.")]
 ShortSide = Annotated[

@@ -91,9 +91,10 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
             depend on the number of workers then either, unless a subclass of its datasets makes the samples.
         processes: True: always have `num_workers` processes. False: where only fastload's code makes the
             samples, one process with `num_workers` threads makes the batches; `stats()["workers"]` says which
-            it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms alone, under torch's
-            default `collate_fn`, without `worker_init_fn`, `threads` and `decoder`. All threads work on the
-            batch that is due next, and `prefetch_factor` is the number of batches made ahead in all.
+            it is. That is so for `ImageFolder` and `ObjectDataset` with fused transforms, also inside torch's
+            wrappers and `Mixture`, and for `batches="columns"`; under torch's default `collate_fn`, without
+            `worker_init_fn`, `threads` and `decoder`. All threads work on the batch that is due next, and
+            `prefetch_factor` is the number of batches made ahead in all.
         threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
             concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
             With `seed=` one thread runs at a time, and another one while it waits for a read of fastload's

@@ -113,7 +113,7 @@ _GAUGES = {
     "consumer.share": ("1", "Share of the epoch's time: the training step"),
     "cache.hit_share": ("1", "Hits among the lookups of the cache"),
     "device.idle_share": ("1", "Share of the device's measured time without a batch to work on"),
-    "workers": ("{process}", "Processes that make batches; 0: the trainer's process does"),
+    "workers": ("{worker}", "Threads or processes that make batches; 0: the trainer's process does"),
     "node.cores": ("{core}", "Cores that this process may use, by affinity and control group"),
     "node.idle_cores": ("{core}", "The idle ones of these cores"),
 }

@@ -138,9 +138,7 @@ class Bucket(NamedTuple):
 def demo(
     output: Output,
     images: Annotated[int, typer.Option(metavar="N", min=1, help="Number of photos.")] = 2000,
-    num_workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Worker processes of each loader.")
-    ] = 2,
+    num_workers: Annotated[int, typer.Option(metavar="N", min=1, help="Workers of each loader.")] = 2,
     latency_ms: Annotated[
         float, typer.Option(metavar="N", min=0, help="Round trip to the server, in ms.")
     ] = 20,

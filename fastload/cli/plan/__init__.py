@@ -126,7 +126,7 @@ class TrainingOptions:
     gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs of this machine.")]
     gpu_rate: Annotated[float, typer.Option(metavar="N", min=0.001, help="Images per second of one GPU.")]
     num_workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Worker processes.", show_default="the cores")
+        int, typer.Option(metavar="N", min=1, help="Workers, as of DataLoader.", show_default="the cores")
     ] = CORES
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs of the whole training.")] = 90
     size: CropSize = 224
