@@ -25,7 +25,7 @@ class Normalize:
 
         normalize = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
-        loader = DataLoader(dataset, batch_size=256, num_workers=8, batch_transform=normalize)
+        loader = DataLoader(dataset, 256, shuffle=True, num_workers=8, batch_transform=normalize)
         next(iter(loader))[0].dtype  # torch.float32
 
     `DataLoader(dataset, batch_transform=Normalize(mean, std))` takes every kind of batch. In a list, tuple,

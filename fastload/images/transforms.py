@@ -246,7 +246,8 @@ class ByEpoch:
         from fastload import ByEpoch, DataLoader, ImageFolder, RandomResizedCrop
 
         sizes = ByEpoch({0: RandomResizedCrop(128), 18: RandomResizedCrop(224), 30: RandomResizedCrop(288)})
-        loader = DataLoader(ImageFolder("s3://bucket/train", sizes), batch_size=256, num_workers=8)
+        dataset = ImageFolder("s3://bucket/train", sizes)
+        loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
         next(iter(loader))[0].shape  # (256, 3, 128, 128) in epochs 0 to 17
 
     The transform in use is a function of the epoch, like a sample's randomness: a resumed loader uses the

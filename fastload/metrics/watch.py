@@ -89,7 +89,7 @@ class watch:  # a verb for users, who write it like a function
         from fastload import DataLoader, ImageFolder, RandomResizedCrop, watch
 
         dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
-        loader = DataLoader(dataset, batch_size=256, num_workers=8)
+        loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
         for images, labels in watch(loader):
             ...
 
