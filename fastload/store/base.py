@@ -26,7 +26,7 @@ from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import failures
 from fastload.store.budget import RequestBudget
 from fastload.store.client_process import ClientProcess, clients_live_here
-from fastload.store.failures import Wait
+from fastload.store.failures import CHANGED_REMEDY, Wait
 
 T = TypeVar("T")
 
@@ -439,8 +439,8 @@ def check_version(key: str, version: str, wanted: str | None, timed: str | None 
             key=key,
         )
     raise ObjectChangedError(
-        f"the object changed since it was listed (version {version!r}, listed as {wanted!r}); "
-        "list the prefix again",
+        f"the object changed since it was listed (version {version!r}, listed as {wanted!r}): "
+        f"{CHANGED_REMEDY}",
         key=key,
     )
 
@@ -458,7 +458,7 @@ def check_length(key: str, body: Buffer, wanted: int | None) -> None:
     if length < wanted:
         raise ShortReadError(f"the store sent {length:,} bytes where {wanted:,} were expected", key=key)
     raise ObjectChangedError(
-        f"the object has {length:,} bytes, but was listed with {wanted:,}; list again", key=key
+        f"the object has {length:,} bytes, but was listed with {wanted:,}: {CHANGED_REMEDY}", key=key
     )
 
 

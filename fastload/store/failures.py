@@ -47,6 +47,9 @@ _METADATA = re.compile(
 _NO_CREDENTIALS = re.compile(r"NoCredentials|Unable to locate credentials", re.IGNORECASE)
 _DENIED_TYPES = ("PermissionError", "PermissionDeniedError", "UnauthenticatedError")
 _CHANGED = re.compile(r"\b412\b|Precondition")
+CHANGED_REMEDY = (
+    "the next run lists it anew, and on_change='refresh' of datasets of objects reads the new version"
+)
 _MISSING = re.compile(r"\b404\b|NoSuchKey|NoSuchBucket|Not ?Found", re.IGNORECASE)
 _REDIRECT = re.compile(r"\b301\b|redirect|AuthorizationHeaderMalformed|PermanentRedirect", re.IGNORECASE)
 _TIMEOUT = re.compile(r"timed ?out|(?<!retry_)timeout", re.IGNORECASE)
@@ -186,7 +189,7 @@ class StoreLocation:
         return f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
 
     def _changed(self, failure: _Failure) -> FastloadError:
-        return ObjectChangedError("the object changed since it was listed; list the prefix again")
+        return ObjectChangedError(f"the object changed since it was listed: {CHANGED_REMEDY}")
 
     def _denied(self, failure: _Failure) -> FastloadError:
         text, asked_machine = failure.text, bool(_METADATA.search(failure.whole))
@@ -208,8 +211,8 @@ class StoreLocation:
     def _missing(self, failure: _Failure) -> FastloadError:
         if failure.stage != "put" and failure.key is not None and "NoSuchBucket" not in failure.text:
             return NotFoundError(
-                f"no such object in {self.url!r}: it may have been deleted since the listing (list again)"
-                f"{self.unread}"
+                f"no such object in {self.url!r}: it may have been deleted since the listing (the next run "
+                f"lists again){self.unread}"
             )
         server = f" and the endpoint_url {self.endpoint!r}" if self.endpoint else ""
         return NotFoundError(f"{self.bucket or self.url} does not exist: check the url {self.url!r}{server}")

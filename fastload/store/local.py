@@ -24,7 +24,7 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
-from fastload.store.failures import StoreLocation
+from fastload.store.failures import CHANGED_REMEDY, StoreLocation
 from fastload.store.node import is_part, whole_file
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
@@ -156,7 +156,7 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo:
 
 def _check_unchanged(before: ObjectInfo, after: ObjectInfo) -> None:
     if before != after:
-        raise ObjectChangedError("the file changed while it was read; list again", key=before.key)
+        raise ObjectChangedError(f"the file changed while it was read: {CHANGED_REMEDY}", key=before.key)
 
 
 def _pread(descriptor: int, start: int, stop: int) -> bytes:

@@ -14,4 +14,5 @@ try:
     raise AssertionError("no error")
 except ObjectChangedError as found:
     assert str(found).startswith("[get '0000.bin'] the object changed since it was listed"), found
+    assert "the next run lists it anew" in str(found), found
 assert fresh[0] == b"another experiment, written over it"
