@@ -116,8 +116,8 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decoder, on_error, seed, threads or memory_limit has an
-            invalid value.
+        ArgumentError: num_workers, device, batch_transform, decoder, on_error, seed, processes, threads,
+            memory_limit or sample_log has an invalid value.
         ValueError, TypeError: as torch's.
     """
 

@@ -133,8 +133,8 @@ class ParquetDataset(ShardDataset):
             skipped by their statistics. Of the others the columns named here are read at construction,
             once if there is a cache.
         cycle_length: row groups open at once, by all workers of a rank together.
-        shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB"), which
-            count as the footers tell, uncompressed.
+        shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB"),
+            counted uncompressed, as the footers say.
         batches: "rows", or "columns": the loader makes a batch without a Python object for each row. It is
             the same batch, with a `Jagged` for a column of lists. Without decode= and transform=.
         cache, storage_options, listing_max_age: see `TarDataset`.
