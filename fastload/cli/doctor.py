@@ -104,7 +104,7 @@ def check_jpegs() -> Check:
     try:
         from fastload.images.kernel import backend
     except ImportError as error:
-        return Check("JPEG", "fail", str(error), "in the checkout of fastload: pip install --force-reinstall .")
+        return Check("JPEG", "fail", str(error), "in fastload's checkout: pip install --force-reinstall .")
     kernel = backend()
     if kernel["jpeg"] == "kernel":
         parts = (
@@ -117,8 +117,8 @@ def check_jpegs() -> Check:
         f"slower Python path over simplejpeg {_version('simplejpeg')}: the compiled kernel is missing "
         f"({_why_no_kernel()}); cache mode 'dct' does not work, and 'auto' is 'raw'",
         "first install a C compiler and the headers of libjpeg-turbo and Python (Debian, Ubuntu: apt install "
-        "gcc libjpeg-dev python3-dev; Fedora: dnf install gcc libjpeg-turbo-devel python3-devel; conda: conda "
-        "install -c conda-forge c-compiler libjpeg-turbo). Then, in the checkout of fastload: pip install "
+        "gcc libjpeg-dev python3-dev; Fedora: dnf install gcc libjpeg-turbo-devel python3-devel; conda: "
+        "conda install -c conda-forge c-compiler libjpeg-turbo). Then, in fastload's checkout: pip install "
         "--force-reinstall --no-deps --no-cache-dir .",
     )
 

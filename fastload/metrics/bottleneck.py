@@ -144,7 +144,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     elif not hits and not misses:
         first = "give the dataset a cache, and later epochs will not read the store; until then "
     elif counters.get("cache.dropped", 0.0) > _DROPPED * misses:
-        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk' (lossy); in addition, "
+        first = "the cache keeps only a part: raise size_limit or use mode 'shrunk' (lossy); in addition, "
     else:
         first = "later epochs read the cache; until then "
     more = _more_workers(gauges)
