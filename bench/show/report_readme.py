@@ -20,7 +20,7 @@ TORCH = ("torch + boto3", "torch + s3fs", "torchvision ImageFolder")
 # (section, case, contender, what it does)
 ROWS = (
     ("cold", MAIN, "fastload", "first epoch from S3, one photo per object"),
-    ("cold", MAIN, "fastload, default cache", "the same, filling the default cache"),
+    ("cold", MAIN, "fastload, default cache", "the same, filling the default cache, with the listing"),
     ("load", f"first epoch{BUSY}", "fastload, default cache", "the same, while one core is kept busy"),
     ("cold", MAIN, "fastload, tar shards", "first epoch from S3, tar shards"),
     ("later", "raw", "fastload, default cache", "later epochs, from the default cache"),
