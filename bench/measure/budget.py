@@ -1,6 +1,6 @@
 """Batches by a budget of the same lengths: padding, steps and CPU time of fastload and others.
 
-    python -m bench budget [--samples 100000] [--large 10000000] [--rounds 3] [--json]
+    python -m bench budget [--samples 100000] [--large 10000000] [--rounds 3]
 
 Speech has durations up to 30 s, and batches of at most 600 s when padded. Text has documents of up to 8,192
 tokens, which are padded, or packed into rows of 8,192. The lengths are drawn from log-normal laws with a
@@ -12,7 +12,6 @@ alone, in the process that makes it, for one rank.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -147,12 +146,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--large", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found = measure(options.samples, options.large, options.rounds)
-    if options.json:
-        print(json.dumps(found))
-        return
     table = Table("", "steps", "padding", "largest batch", "each once", "CPU s", "CPU s to the first")
     for name, row in found.items():
         table.add_row(

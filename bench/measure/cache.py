@@ -1,6 +1,6 @@
 """The cost of the cache: filling it, and reading a record back from the page cache.
 
-    python -m bench cache [DIR] [--json]
+    python -m bench cache [DIR]
 
 DIR (default: the system's temporary directory) is on the disk to measure. Payloads are random bytes. "put" is
 the time that the training process waits; "fill" ends when the last entry is in the index.
@@ -9,7 +9,6 @@ the time that the training process waits; "fill" ends when the last entry is in 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -71,9 +70,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", nargs="?", default=tempfile.gettempdir())
-    parser.add_argument("--json", action="store_true", help="last line on stdout: one JSON document")
     options = parser.parse_args()
-    console = Console(stderr=options.json)
+    console = Console()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder, console.status("filling and reading"):
         sizes = ((10_000, 20_000), (4000, 138_000), (1500, 360_000))
         rows = [measure(Path(folder), count, size) for count, size in sizes]
@@ -83,8 +81,6 @@ def main() -> None:
     for row in rows:
         table.add_row(*(f"{value:,.1f}" for value in row.values()))
     console.print(table)
-    if options.json:
-        print(json.dumps({"bench": "cache", "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,8 @@ def main() -> None:
         ]
         about = {"bench": "columns", **describe_machine(), "rows": arguments.rows, "rounds": arguments.rounds}
         loads = {"load_before": load, "load_after": os.getloadavg()}
-        print(write_result({**about, "columns": arguments.columns, "results": found, **loads}))
+        document = {**about, "columns": arguments.columns, "results": found, **loads}
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ loaders: `python -m bench compare`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -135,8 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
     parser.add_argument("--photos", nargs="+", default=PHOTOS, choices=PHOTOS, help="default: both sets")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/decode-DATE.json")
     return parser.parse_args()
 
 
@@ -144,7 +142,7 @@ def main() -> None:
     options = parse()
     if native.kernel is None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
-    console = Console(stderr=options.json, width=110)
+    console = Console(width=110)
     result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
     result["photos"] = {}
     for kind in options.photos:
@@ -161,9 +159,7 @@ def main() -> None:
     result["load_after"] = os.getloadavg()
     console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
     if options.save:
-        write_result(result)
-    if options.json:
-        print(json.dumps(result))
+        print(f"written: {write_result(result)}")
 
 
 if __name__ == "__main__":

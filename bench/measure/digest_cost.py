@@ -1,6 +1,6 @@
 """The CPU time that the digest and the sample log cost, against a checkout that has neither.
 
-    python -m bench digest_cost [--before DIR] [--rounds 7] [--json]
+    python -m bench digest_cost [--before DIR] [--rounds 7]
 
 First what is done for each batch, alone: its fingerprint, the way through a pipe, and the sum. Then whole
 epochs. DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own,
@@ -11,7 +11,6 @@ reads one epoch that fills the cache, and then measures whole epochs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import random
@@ -88,7 +87,6 @@ def main() -> None:
     )
     parser.add_argument("--before", type=Path, metavar="DIR")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     photos, found = photo_folder(IMAGES), {}
     folder = ImageFolder(str(photos), RandomResizedCrop(224, flip=0.5))
@@ -113,9 +111,6 @@ def main() -> None:
         found[case] = {name: statistics.median(times) for name, times in sides.items()}
         ratios = zip(sides["digest"], sides["before"], strict=True)
         found[case]["ratio"] = statistics.median([after / before for after, before in ratios])
-    if options.json:
-        print(json.dumps(found))
-        return
     table = Table("epochs of", *next(iter(found.values())), title="CPU microseconds a sample, medians")
     for case, row in found.items():
         table.add_row(case, *[f"{value:.3f}" for value in row.values()])

@@ -1,6 +1,6 @@
 """A torchvision transform as it is, and through `fastload.fuse`: images a second and CPU time.
 
-    python -m bench fuse [--rounds 5] [--json] [--save]
+    python -m bench fuse [--rounds 5] [--save]
 
 Local photos of 138 KB in the page cache, `ImageFolder`, 2 workers. Every form has its loader, whose workers
 stay; after an epoch to warm up, the forms take turns, an epoch each. CPU time is that of the process and its
@@ -10,7 +10,6 @@ workers together.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
@@ -82,8 +81,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/fuse-DATE.json")
     arguments = parser.parse_args()
     table = Table(title=f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}")
     for heading in ("steps", "measure", "plain", "fused", "times better"):
@@ -99,9 +97,7 @@ def main() -> None:
     Console().print(table)
     document = {"bench": "fuse", **describe_machine(), "rows": rows}
     if arguments.save:
-        write_result(document)
-    if arguments.json:
-        print(json.dumps(document))
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Growth of the data set: the start with more objects, and the rate with larger ones.
 
-    python -m bench growth [--quick | --objects N] [--json] [--save]
+    python -m bench growth [--quick | --objects N] [--save]
 
 Objects: the time from the start of a process to its first batch, with a thousand to ten million objects
 behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
@@ -47,8 +47,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
     parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/growth-DATE.json")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
@@ -63,11 +62,10 @@ def main() -> None:
     if given.objects:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
-    show(found, to_stderr=given.json)
+    show(found)
     if given.save:
-        write_result({"bench": "growth", "commit": commit(), **describe_machine(), **found})
-    if given.json:
-        print(json.dumps(found))
+        document = {"bench": "growth", "commit": commit(), **describe_machine(), **found}
+        print(f"written: {write_result(document)}")
 
 
 # --- objects
@@ -219,11 +217,11 @@ class Photos(Bytes):
 # --- the tables
 
 
-def show(found: dict[str, list[dict[str, Any]]], *, to_stderr: bool) -> None:
+def show(found: dict[str, list[dict[str, Any]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     table = Table("objects", "", "first batch, s", "again, s", "memory, MB", "listing on disk, MB")
     for row in found["objects"]:
         again = f"{statistics.median(row['again_seconds']):.2f}" if row["again_seconds"] else ""

@@ -1,6 +1,6 @@
 """The cost of handing a batch from a worker to the training process: torch and fastload.
 
-    python -m bench handover [--repeats 5] [--batches 100] [--json]
+    python -m bench handover [--repeats 5] [--batches 100]
 
 The samples are ready (the same tensor each time), so only collating, passing on and taking a batch are
 measured. Both sides take turns in the same run. `python -m bench starts` has their start.
@@ -9,7 +9,6 @@ measured. Both sides take turns in the same run. `python -m bench starts` has th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -74,7 +73,6 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
     arguments = parser.parse_args()
     rows = measure(arguments.repeats, arguments.batches)
     table = Table(title=f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians")
@@ -84,8 +82,6 @@ def main() -> None:
         sides = [f"{row[name]:,.0f}" for name in LOADERS]
         table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")
     Console().print(table)
-    if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "cores": os.cpu_count(), "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ itself, whoever else uses the cores.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -206,12 +205,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=WORKERS, help="and kernel processes (default 2)")
     parser.add_argument("--rounds", type=int, default=5)
     add_photos(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/later-DATE.json")
     options = parser.parse_args()
     if native.kernel is None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
-    console = Console(stderr=options.json, width=110)
+    console = Console(width=110)
     result: dict[str, Any] = {"bench": "later", **describe_machine(), "load_before": os.getloadavg()}
     folder, rows = photo_folder(options.images, photos=options.photos), []
     for mode in options.modes:
@@ -226,9 +224,7 @@ def main() -> None:
     }
     console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
     if options.save:
-        write_result(result)
-    if options.json:
-        print(json.dumps(result))
+        print(f"written: {write_result(result)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ into bench/results. --quick measures 256 photos in two turns; its files end in -
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -132,19 +131,16 @@ def main() -> None:
     parser.add_argument("--images", type=int)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the chart")
     given = parser.parse_args()
     torch.set_num_threads(1)
     images = given.images or (QUICK_IMAGES if given.quick else IMAGES)
-    console = Console(stderr=given.json, width=130)
+    console = Console(width=130)
     document = report(console, images, given.repeats or (2 if given.quick else 5), given.quick)
     path = write_result(document, "-quick" * given.quick, given.results)
     print(moxing_table.markdown(document), file=console.file)
     for written in (path, *moxing_table.draw(document, path.with_suffix(".png"))):
         console.print(f"written: {written}", soft_wrap=True)
-    if given.json:
-        print(json.dumps(document))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A second, empty machine that takes a published cache.
 
-    python -m bench published [--peers] [--json] [--save]
+    python -m bench published [--peers] [--save]
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
 requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`,
@@ -176,8 +176,7 @@ def main() -> None:
     parser.add_argument("--photos", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", action="store_true", help=f"beside {'; '.join(PEERS)}")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/published-DATE.json")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
@@ -199,9 +198,7 @@ def main() -> None:
     document["runs"] = runs
     show(document)
     if given.save:
-        write_result(document)
-    if given.json:
-        print(json.dumps(document))
+        print(f"written: {write_result(document)}")
 
 
 def show(document: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ def main() -> None:
     document |= {"parts": given.parts, "rates": rates, "requests": requests, "ratios": ratios}
     document["load_after"] = os.getloadavg()
     if given.save:
-        print(write_result(document))
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The wait of a step where some samples take 50 times as long: `python -m bench ranks [--ranks 4] [--json]`.
+"""The wait of a step where some samples take 50 times as long: `python -m bench ranks [--ranks 4]`.
 
 Each rank is a process with workers of its own and a part of the samples, and all ranks meet after each step,
 as for an exchange of gradients (gloo). So a job waits for its slowest rank. A sample sleeps 1 ms, and one of
@@ -34,7 +34,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
-from bench.data import ROOT
+from bench.data import ROOT, write_result
 from fastload.cli.report import describe_machine
 from fastload.workers.autoscale import Autoscaler
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.6, help="of the workers, if batches were all alike")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=list(CONTENDERS), action="append", help="these contenders")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
+    parser.add_argument("--save", action="store_true", help="write bench/results/ranks-DATE.json")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
@@ -208,8 +208,8 @@ def main() -> None:
     document |= {"step_ms": 1000 * jobs[0].step_seconds, "load_after": os.getloadavg()}
     document["rows"] = [row(job, runs[job.contender]) for job in jobs]
     show(document)
-    if given.json:
-        print(json.dumps(document))
+    if given.save:
+        print(f"written: {write_result(document)}")
 
 
 def show(document: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Every shape of data: the same photos in each, beside a bare ImageFolder and the format's own loader, in
 turns.
 
-`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME] [--json] [--save]`. Photos of
+`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME] [--save]`. Photos of
 138 KB, 2 workers, RandomResizedCrop(224) and flip to uint8 in batches of 64. First epochs are read from an S3
 server 20 ms away on the same cores, with empty caches and new workers. In later ones fastload reads its own
 cache in mode "raw", and the others what they keep or read on the local disk. Each turn begins with another
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import shutil
 import statistics
@@ -198,14 +197,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of an epoch at most")
     parser.add_argument("--only", choices=list(SHAPES), action="append", help="these shapes; repeatable")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/shapes-DATE.json")
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse()
-    console, rows = Console(stderr=given.json, width=110), []
+    console, rows = Console(width=110), []
     load = os.getloadavg()
     photos = photo_folder(given.images)
     missing = make_data(photos, given.images, console)
@@ -233,9 +231,7 @@ def main() -> None:
     document = {"bench": "shapes", **describe_machine(), "images": given.images, "rows": rows}
     document |= {"load_before": load, "load_after": os.getloadavg()}
     if given.save:
-        console.print(write_result(document))
-    if given.json:
-        print(json.dumps(document))
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":

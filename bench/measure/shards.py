@@ -1,6 +1,6 @@
 """Shards: epochs of tar and TFRecord beside loose objects, WebDataset, and a bare ranged read.
 
-`python -m bench shards [--images 2000] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB, about
+`python -m bench shards [--images 2000] [--repeats 5] [--quick] [--save]`. Photos of 138 KB, about
 250 in a shard, on an S3 server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and
 flip to uint8 in batches of 64. All contenders take turns. Ratios are medians of the ratios within one turn.
 
@@ -12,7 +12,6 @@ the index files that `fastload convert` wrote beside them. At the end comes the 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -190,14 +189,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/shards-DATE.json")
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse()
-    console = Console(stderr=given.json, width=110)
+    console = Console(width=110)
     torch.set_num_threads(1)
     runs: dict[str, list[Run]] = {}
     document: dict[str, Any] = {"bench": "shards", **describe_machine(), "load_before": os.getloadavg()}
@@ -228,9 +226,7 @@ def main() -> None:
         console, given.images if given.quick else moxing.IMAGES, 2 if given.quick else given.repeats
     )
     if given.save:
-        write_result(document)
-    if given.json:
-        print(json.dumps(document))
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":

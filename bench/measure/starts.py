@@ -181,7 +181,7 @@ def main() -> None:
     show(Console(width=120), rows)
     result |= {"images": given.images, "rounds": given.rounds, "rows": rows, "load_after": os.getloadavg()}
     if given.save:
-        print(write_result(result))
+        print(f"written: {write_result(result)}")
 
 
 if __name__ == "__main__":

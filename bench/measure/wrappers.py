@@ -1,6 +1,6 @@
 """Wrappers: the first epoch of an ImageFolder beside the same photos through wrappers of it.
 
-`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB on an S3
+`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--save]`. Photos of 138 KB on an S3
 server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip to uint8 in batches
 of 64; no cache. All contenders take turns. Ratios are medians of the ratios within one turn: to the bare
 ImageFolder, and for threads to the same wrapper without them.
@@ -9,7 +9,6 @@ ImageFolder, and for threads to the same wrapper without them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import warnings
@@ -105,14 +104,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    parser.add_argument("--save", action="store_true", help="write bench/results/wrappers-DATE.json")
     return parser.parse_args()
 
 
 def main() -> None:
     given = parse()
-    console = Console(stderr=given.json, width=110)
+    console = Console(width=110)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Wrapper asks the ImageFolder")
     rates: dict[str, list[float]] = {}
@@ -134,9 +132,7 @@ def main() -> None:
     for name, ratio in document["ratios"].items():
         console.print(f"{name:52}{ratio:6.2f}")
     if given.save:
-        write_result(document)
-    if given.json:
-        print(json.dumps(document))
+        print(f"written: {write_result(document)}")
 
 
 if __name__ == "__main__":
