@@ -15,25 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "BATCH",
-    "KEPT_QUALITY",
-    "KEPT_SIDE",
-    "PHOTOS",
-    "QUALITY",
-    "RESULTS",
-    "ROOT",
-    "ROUND_TRIP",
-    "SIZE",
-    "WORKERS",
-    "WORKPLACE",
-    "add_photos",
-    "bits_a_pixel",
-    "make_shards",
-    "photo_folder",
-    "write_result",
-]
-
 ROOT = Path(__file__).parents[1]
 WORKPLACE = ROOT / ".bench"
 RESULTS = ROOT / "bench" / "results"

@@ -23,14 +23,6 @@ from bench.data import BATCH, WORKERS
 from fastload import RandomResizedCrop
 from fastload.workers import worker
 
-__all__ = [
-    "THREADS",
-    "bucket_store",
-    "decode_objects",
-    "read_objects",
-    "reading_objects",
-]
-
 THREADS = 32  # in each process that reads whole objects
 
 Options = dict[str, str]  # endpoint_url, key, secret

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.status import Status
 
 from bench.data import BATCH, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder, write_result
-from bench.measure import growth, handover
+from bench.measure import growth, handover, object_sizes
 from bench.measure.limits import Limits, bare_get, handing_over, machine_limits
 from bench.measure.record import QUICK, Record, Scale, commit
 from bench.measure.sections import CORES, Case, Course, Place, choose_workers, load, take_turns
@@ -285,7 +285,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     record.step("more objects")
     objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))
     record.step("larger objects")
-    sizes = record.part("growth, sizes", lambda: growth.sizes(scale.object_bytes, scale.repeats))
+    sizes = record.part("growth, sizes", lambda: object_sizes.sizes(scale.object_bytes, scale.repeats))
     return {
         "bench": "compare",
         "schema": 1,

@@ -33,8 +33,6 @@ from typing import Any, NamedTuple
 from bench.data import BATCH, ROOT, SIZE, WORKERS
 from bench.measure.object_sizes import BOTO3, OURS, S3FS, Bytes, sizes
 
-__all__ = ["objects", "sizes"]
-
 TOGETHER = 1_000_000  # objects, from which on listing takes each peer more than a minute
 TURNS_SECONDS = 10.0  # after which no further turn begins
 ALONE = 10_000_000  # objects, from which on only fastload runs

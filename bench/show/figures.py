@@ -13,24 +13,6 @@ from typing import Any
 
 from fastload.cache.codecs import MODES
 
-__all__ = [
-    "BUSY",
-    "EPOCHS",
-    "MAIN",
-    "best_other",
-    "cases",
-    "find",
-    "is_ours",
-    "limits_of",
-    "median",
-    "number",
-    "ours_of",
-    "rows_of",
-    "short_size",
-    "spread",
-    "table",
-]
-
 MAIN = "20 ms"  # the round trip by which first epochs are sorted
 BUSY = ", one core busy"  # ends the name of a case that was measured beside other load
 EPOCHS = ("first epoch", "later epochs")

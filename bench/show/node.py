@@ -29,8 +29,6 @@ from fastload.cli.plan.model import (
     predict_epoch,
 )
 
-__all__ = ["Predicted", "checks", "fit", "listing", "markdown", "predictions"]
-
 NODES = 64
 GPUS = 8
 GPU_RATE = 400 / 0.224  # images/s

@@ -20,8 +20,6 @@ import jsonschema
 from bench.data import RESULTS, ROOT
 from bench.show import charts, report_page, report_readme, tables
 
-__all__ = ["PEERS", "check", "include", "newest", "texts", "write"]
-
 # The pages for users of another loader: how the names of its contenders begin.
 PEERS = {
     "dali": "DALI",
