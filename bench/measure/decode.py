@@ -10,8 +10,6 @@ loaders: `python -m bench compare`.
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,19 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import (
-    KEPT_QUALITY,
-    KEPT_SIDE,
-    PHOTOS,
-    QUALITY,
-    SIZE,
-    bits_a_pixel,
-    photo_folder,
-    write_result,
-)
+from bench.command import begin, finish, make_parser
+from bench.data import KEPT_QUALITY, KEPT_SIDE, PHOTOS, QUALITY, SIZE, bits_a_pixel, photo_folder
 from bench.measure.kernels import Contender, Fill, Making, RoiDecode, installed_peers, kernel_quality
 from fastload import RandomResizedCrop
-from fastload.cli.report import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import to_dct, with_rows
@@ -126,24 +115,17 @@ def medians(rates: Rates) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=256, help="photos in memory (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
     parser.add_argument("--photos", nargs="+", default=PHOTOS, choices=PHOTOS, help="default: both sets")
-    parser.add_argument("--save", action="store_true", help="write bench/results/decode-DATE.json")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
+    options = parser.parse_args()
     if native.kernel is None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
     console = Console(width=110)
-    result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
+    result = begin("decode")
     result["photos"] = {}
     for kind in options.photos:
         folder = photo_folder(2000, options.quality, kind)
@@ -156,11 +138,4 @@ def main() -> None:
     psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
     console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
     result |= {"psnr_db": psnr, "backend": backend()}
-    result["load_after"] = os.getloadavg()
-    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
-    if options.save:
-        print(f"written: {write_result(result)}")
-
-
-if __name__ == "__main__":
-    main()
+    finish(result, save=options.save)

@@ -9,7 +9,6 @@ workers together.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -19,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fastload
-from bench.data import BATCH, SIZE, WORKERS, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import BATCH, SIZE, WORKERS, photo_folder
 from bench.peers.scripts.torchvision_on_cpu import torchvision
-from fastload.cli.report import describe_machine
 
 PHOTOS = 400
 _v1: Any = torchvision.transforms
@@ -77,12 +76,10 @@ def measure(steps: list[Any], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write bench/results/fuse-DATE.json")
     arguments = parser.parse_args()
+    document = begin("fuse")
     table = Table(title=f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}")
     for heading in ("steps", "measure", "plain", "fused", "times better"):
         table.add_column(heading, justify="left" if heading in ("steps", "measure") else "right")
@@ -95,10 +92,4 @@ def main() -> None:
             rows.append({"steps": name, "what": what, "plain": plain, "fused": fused, "ratio": ratio})
             table.add_row(name, what, f"{plain:,.2f}", f"{fused:,.2f}", f"{ratio:.2f}")
     Console().print(table)
-    document = {"bench": "fuse", **describe_machine(), "rows": rows}
-    if arguments.save:
-        print(f"written: {write_result(document)}")
-
-
-if __name__ == "__main__":
-    main()
+    finish(document | {"rows": rows}, save=arguments.save)

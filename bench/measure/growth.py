@@ -30,6 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from bench.command import begin, finish, make_parser
 from bench.data import BATCH, ROOT, SIZE, WORKERS
 from bench.measure.object_sizes import BOTO3, OURS, S3FS, Bytes, sizes
 
@@ -40,30 +41,24 @@ MOST_SECONDS = 240.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
     parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
-    parser.add_argument("--save", action="store_true", help="write bench/results/growth-DATE.json")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         return run_until_first_batch(SimpleNamespace(**json.loads(given.start)))
     # Not above: the processes whose start is measured import this module too.
-    from bench.data import write_result
     from bench.measure.record import QUICK, Scale, commit
-    from fastload.cli.report import describe_machine
 
     scale = QUICK if given.quick else Scale()
     repeats, counts, byte_counts = scale.repeats, scale.objects, scale.object_bytes
+    document = begin("growth") | {"commit": commit()}
     if given.objects:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
     show(found)
-    if given.save:
-        document = {"bench": "growth", "commit": commit(), **describe_machine(), **found}
-        print(f"written: {write_result(document)}")
+    finish(document | found, save=given.save)
 
 
 # --- objects

@@ -8,8 +8,6 @@ measured. Both sides take turns in the same run. `python -m bench starts` has th
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import time
 from typing import Any
@@ -20,6 +18,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
+from bench.command import make_parser
 from bench.data import BATCH, WORKERS
 
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
@@ -68,9 +67,7 @@ def measure(repeats: int, batches: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=100)
     arguments = parser.parse_args()
@@ -82,7 +79,3 @@ def main() -> None:
         sides = [f"{row[name]:,.0f}" for name in LOADERS]
         table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")
     Console().print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,9 +15,7 @@ chunks and MDS shards.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import os
 import shutil
 import statistics
 import tempfile
@@ -28,11 +26,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
 
 ROWS_A_GROUP = 100  # of the Parquet file, as Hugging Face writes images
 BETON = "jpg 97 9999"  # the mode of FFCV's script, which is part of the name of its file
@@ -189,22 +187,15 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of an epoch at most")
     parser.add_argument("--only", choices=list(SHAPES), action="append", help="these shapes; repeatable")
-    parser.add_argument("--save", action="store_true", help="write bench/results/shapes-DATE.json")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = parse()
+    given = parser.parse_args()
     console, rows = Console(width=110), []
-    load = os.getloadavg()
+    document = begin("shapes") | {"images": given.images}
     photos = photo_folder(given.images)
     missing = make_data(photos, given.images, console)
     common = {"folder": str(photos), "size": SIZE, "batch": BATCH, "workers": WORKERS}
@@ -228,11 +219,4 @@ def main() -> None:
                     + ", ".join(f"{key} {rows[-1][key]}" for key in rows[-1] if " / " in key)
                 )
     show(console, rows)
-    document = {"bench": "shapes", **describe_machine(), "images": given.images, "rows": rows}
-    document |= {"load_before": load, "load_after": os.getloadavg()}
-    if given.save:
-        print(f"written: {write_result(document)}")
-
-
-if __name__ == "__main__":
-    main()
+    finish(document | {"rows": rows}, save=given.save)

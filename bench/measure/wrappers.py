@@ -8,8 +8,6 @@ ImageFolder, and for threads to the same wrapper without them.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import warnings
 from collections.abc import Callable
@@ -21,12 +19,12 @@ from rich.table import Table
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
-from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder
 from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
 
 BARE, ALONE = "ImageFolder", "wrapper"
 
@@ -97,24 +95,17 @@ def show(console: Console, rates: dict[str, list[float]]) -> None:
     console.print(table)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--save", action="store_true", help="write bench/results/wrappers-DATE.json")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = parse()
+    given = parser.parse_args()
     console = Console(width=110)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Wrapper asks the ImageFolder")
     rates: dict[str, list[float]] = {}
-    document: dict[str, Any] = {"bench": "wrappers", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("wrappers")
     photos = photo_folder(given.images)
     with serve_s3(photos.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
         turns = list(contenders(f"s3://{photos.name}/", server.options | {"endpoint_url": proxy.url}).items())
@@ -127,13 +118,7 @@ def main() -> None:
         "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
         "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
         "ratios": ratios(rates),
-        "load_after": os.getloadavg(),
     }
     for name, ratio in document["ratios"].items():
         console.print(f"{name:52}{ratio:6.2f}")
-    if given.save:
-        print(f"written: {write_result(document)}")
-
-
-if __name__ == "__main__":
-    main()
+    finish(document, save=given.save)
