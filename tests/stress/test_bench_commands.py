@@ -7,6 +7,7 @@ One died in its last step after an hour of measuring, and no test saw it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from bench.__main__ import commands
 from bench.data import RESULTS
-from bench.show import report
+from bench.show import moxing_table, report, scaling_table
 from fastload.cli.demo.s3_server import find_rclone
 
 pytestmark = [
@@ -52,6 +53,7 @@ SHORT = {
     "wrappers": ["--quick", "--images", "64"],
 }
 NOT_HERE = {"dlio": "needs an environment with DLIO", "report": "rewrites README.md and the documentation"}
+TABLES = {"moxing": moxing_table.markdown, "scaling": scaling_table.markdown}
 
 
 def test_every_command_has_a_short_form() -> None:
@@ -73,6 +75,10 @@ def test_command_runs_to_its_end(name: str, tmp_path: Path) -> None:
     )
     for written in set(RESULTS.iterdir()) - before:
         written.unlink()
-    shutil.rmtree(tmp_path, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "left out: fastload" not in done.stdout
+    if name in TABLES:
+        [result] = tmp_path.glob(f"{name}-*.json")
+        assert TABLES[name](json.loads(result.read_text())) in done.stdout
+        assert {path.name for path in tmp_path.glob("*.png")} == {f"{result.stem}.png", f"{result.stem}-dark.png"}
+    shutil.rmtree(tmp_path, ignore_errors=True)
