@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.command import begin, finish, make_parser
 from bench.data import KEPT_QUALITY, KEPT_SIDE, PHOTOS, QUALITY, SIZE, bits_a_pixel, photo_folder
 from bench.measure.kernels import Contender, Fill, Making, RoiDecode, installed_peers, kernel_quality
 from fastload import RandomResizedCrop
+from fastload.cli.report import figures
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import to_dct, with_rows
@@ -101,9 +101,8 @@ def limit_of(rates: Rates, name: str) -> str | None:
 
 
 def show(console: Console, rates: Rates, title: str) -> None:
-    table = Table(title=f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8; {title}")
-    for column in ("", "img/s", "of the limit"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "img/s", "of the limit")
+    table.title = f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8; {title}"
     for name, values in rates.items():
         limit = limit_of(rates, name)
         part = f"{share(rates, name, limit):.0%}" if limit else ""

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 import fastload
 from bench.command import begin, finish, make_parser
 from bench.data import BATCH, SIZE, WORKERS, photo_folder
 from bench.peers.scripts.torchvision_on_cpu import torchvision
+from fastload.cli.report import figures
 
 PHOTOS = 400
 _v1: Any = torchvision.transforms
@@ -80,9 +80,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     document = begin("fuse")
-    table = Table(title=f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}")
-    for heading in ("steps", "measure", "plain", "fused", "times better"):
-        table.add_column(heading, justify="left" if heading in ("steps", "measure") else "right")
+    table = figures("steps", "measure", "plain", "fused", "times better")
+    table.title = f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}"
     rows = []
     for name, steps in PIPELINES.items():
         found = measure(steps, arguments.rounds)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
 from bench.command import make_parser
 from bench.data import BATCH, WORKERS
+from fastload.cli.report import figures
 
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
@@ -72,9 +72,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100)
     arguments = parser.parse_args()
     rows = measure(arguments.repeats, arguments.batches)
-    table = Table(title=f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians")
-    for heading in ("", "unit", "torch", "fastload", "times better"):
-        table.add_column(heading, justify="left" if heading in ("", "unit") else "right")
+    table = figures("", "unit", "torch", "fastload", "times better")
+    table.title = f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians"
     for row in rows:
         sides = [f"{row[name]:,.0f}" for name in LOADERS]
         table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import RandomSampler
 
 from bench.command import add_photos, begin, finish, make_parser
 from bench.data import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE, WORKERS, WORKPLACE, photo_folder
 from bench.measure.kernels import Fill
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
+from fastload.cli.report import figures
 from fastload.images import kernel as native
 
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
@@ -173,13 +173,12 @@ def summary(row: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 
 
 def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
-    table = Table(title=f"later epochs, {workers} workers, against {workers} processes with the kernel alone")
     rate, cpu = ("img/s", "kernel img/s", "ratio", "to processes"), ("CPU us/img", "kernel us/img", "ratio")
-    for number, column in enumerate(("mode", *rate, *cpu, "first batch s")):
-        table.add_column(column, justify="right" if number else "left")
+    table = figures("mode", *rate, *cpu, "first batch s")
+    table.title = f"later epochs, {workers} workers, against {workers} processes with the kernel alone"
     for row in rows:
-        figures = zip(row["medians"].values(), (0, 0, 3, 3, 0, 0, 3, 3), strict=True)
-        table.add_row(row["mode"], *(f"{figure:,.{digits}f}" for figure, digits in figures))
+        shown = zip(row["medians"].values(), (0, 0, 3, 3, 0, 0, 3, 3), strict=True)
+        table.add_row(row["mode"], *(f"{figure:,.{digits}f}" for figure, digits in shown))
     console.print(table)
 
 

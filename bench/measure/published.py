@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 import fastload
 from bench.command import begin, finish, make_parser
@@ -45,6 +44,7 @@ from fastload.cache.exchange import pull
 from fastload.cache.remote import close_all
 from fastload.cli.demo.delay_proxy import Counts
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
+from fastload.cli.report import figures
 
 CONTENDERS = ("alone", "remote", "pulled", "warm")
 PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
@@ -198,14 +198,11 @@ def main() -> None:
 
 
 def show(document: dict[str, Any]) -> None:
-    table = Table(
-        title=f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
-    )
-    for heading in ("", "images/s", "with the wait", "wait s", "requests"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures("", "images/s", "with the wait", "wait s", "requests")
+    table.title = f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
     for name, found in document["medians"].items():
-        figures = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
-        table.add_row(name, *figures, f"{found['requests']:,.0f}")
+        rates = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
+        table.add_row(name, *rates, f"{found['requests']:,.0f}")
     Console().print(table)
     ratios = ", ".join(f"{ratio:.2f}" for ratio in document["of_warm"])
     print(f"remote of warm, by rounds: {ratios}")

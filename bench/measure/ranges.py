@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
@@ -24,6 +23,7 @@ from bench.command import begin, finish, make_parser
 from bench.data import ROUND_TRIP, WORKERS, WORKPLACE
 from bench.measure.epochs import median_ratio
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.report import figures
 
 PART, PER_OBJECT, BATCH = 64 << 10, 400, 32
 OURS, IN_ORDER, BOTO3, S3FS = "fastload, shuffled", "fastload, in order", "torch + boto3", "torch + s3fs"
@@ -129,9 +129,8 @@ def main() -> None:
                 rates.setdefault(name, []).append(rate(loader, given.parts))
                 if isinstance(loader, fastload.DataLoader):
                     requests[name] = loader.stats()["counters"]["store.gets"]
-    table = Table(title=f"parts of {PART >> 10} KB, {1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers")
-    for column in ("", "parts/s", "min", "max", "requests"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "parts/s", "min", "max", "requests")
+    table.title = f"parts of {PART >> 10} KB, {1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers"
     for name, made in rates.items():
         shown = (f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made)))
         table.add_row(name, *shown, f"{requests.get(name, given.parts):,.0f}")

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
 from bench.command import begin, finish, make_parser
 from bench.data import ROOT
+from fastload.cli.report import figures
 from fastload.workers.autoscale import Autoscaler
 
 FAST = 0.001  # seconds
@@ -211,13 +211,12 @@ def main() -> None:
 def show(document: dict[str, Any]) -> None:
     job = document["job"]
     who = f"{job['ranks']} ranks with {job['workers']} workers each"
-    table = Table(title=f"The job's wait at a step of {document['step_ms']:.1f} ms, {who}")
-    for heading in ("", "p50 ms", "p99 ms", "max ms", "not waiting", "held back"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures("", "p50 ms", "p99 ms", "max ms", "not waiting", "held back")
+    table.title = f"The job's wait at a step of {document['step_ms']:.1f} ms, {who}"
     for line in document["rows"]:
         held = "" if line["held_back"] is None else f"{line['held_back']:.0%}"
-        figures = [f"{line[name]:,.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
-        table.add_row(line["contender"], *figures, f"{line['not_waiting']:.0%}", held)
+        waits = [f"{line[name]:,.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
+        table.add_row(line["contender"], *waits, f"{line['not_waiting']:.0%}", held)
     Console().print(table)
     for line in document["rows"]:
         for choice in line["choices"]:

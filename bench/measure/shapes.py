@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from bench.command import begin, finish, make_parser
 from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.report import figures
 
 ROWS_A_GROUP = 100  # of the Parquet file, as Hugging Face writes images
 BETON = "jpg 97 9999"  # the mode of FFCV's script, which is part of the name of its file
@@ -174,9 +174,8 @@ def row_of(name: str, epoch: str, rates: dict[str, list[float]]) -> dict[str, An
 
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8, images/s")
-    for column in ("shape", "epoch", "ours", "bare", "ratio", "its own loader", "ratio"):
-        table.add_column(column, justify="left" if column in ("shape", "epoch") else "right")
+    table = figures("shape", "epoch", "ours", "bare", "ratio", "its own loader", "ratio")
+    table.title = f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8, images/s"
     for row in rows:
         rates = {side: f"{statistics.median(made):,.0f}" for side, made in row["rates"].items()}
         cells = [rates["ours"]]

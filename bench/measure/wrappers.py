@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
@@ -25,6 +24,7 @@ from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.report import figures
 
 BARE, ALONE = "ImageFolder", "wrapper"
 
@@ -85,11 +85,8 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def show(console: Console, rates: dict[str, list[float]]) -> None:
-    table = Table(
-        title=f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
-    )
-    for column in ("", "images/s", "min", "max"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "images/s", "min", "max")
+    table.title = f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
     for name, made in rates.items():
         table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made))))
     console.print(table)
