@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.command import describe_machine, make_parser
 from bench.data import ROOT, photo_folder
-from fastload.cache.codecs import MODES
+from bench.show.figures import MODES
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import make_parser
-from bench.show.figures import MAIN, find, median, number, rows_of, table
-from fastload.cache.codecs import MODES
+from bench.show.figures import MAIN, MODES, find, median, number, rows_of, table
 from fastload.cli.plan.model import (
     NODE_REQUESTS,
     Data,
