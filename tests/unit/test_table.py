@@ -7,7 +7,6 @@ import io
 import json
 import multiprocessing.context
 import pickle
-import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -646,9 +645,3 @@ def test_keys_without_an_object_are_refused(table: Any, keys: Any, error: Any, m
 def test_decoder_of_the_device_is_refused_in_words(table: Any) -> None:
     with pytest.raises(ArgumentError, match="found TableDataset"):
         DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decoder="dali", batch_size=2)
-
-
-def test_missing_pyarrow_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
-        TableDataset(ROWS, "label")
