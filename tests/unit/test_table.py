@@ -577,6 +577,7 @@ def test_file_without_a_column_is_refused(column: Any, message: str) -> None:
     [
         ([{"y": 1}, {"y": None}], "column 'y' of the table is null in row 1, counted from 0"),
         ([{"y": [1]}, {"y": [2, None]}], "null in row 1"),
+        (pa.table({"y": pa.array([[1], [2, None]], pa.list_view(pa.int64()))}), "null in row 1"),
         ([{"y": 1}, {"z": 1}], "row 1 of the table has no 'y': it has 'z'"),
         ([{"y": 1}, 2], "row 1 of the table must be a dict"),
         ([{"y": 1}, {"y": "a"}], "column 'y' of the table has values of no one type"),
