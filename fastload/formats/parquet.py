@@ -328,7 +328,7 @@ def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> in
 
 
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Return (fields by number, the position behind them). IndexError: it is longer. ValueError: it is damaged."""
+    """Return (fields by number, the position behind them). IndexError: the bytes end before it does."""
     if depth > _MOST_DEPTH:
         raise ValueError("it is nested too deeply")
     fields: dict[int, Any] = {}

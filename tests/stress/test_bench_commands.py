@@ -80,5 +80,6 @@ def test_command_runs_to_its_end(name: str, tmp_path: Path) -> None:
     if name in TABLES:
         [result] = tmp_path.glob(f"{name}-*.json")
         assert TABLES[name](json.loads(result.read_text())) in done.stdout
-        assert {path.name for path in tmp_path.glob("*.png")} == {f"{result.stem}.png", f"{result.stem}-dark.png"}
+        charts = {path.stem for path in tmp_path.glob("*.png")}
+        assert charts == {result.stem, f"{result.stem}-dark"}
     shutil.rmtree(tmp_path, ignore_errors=True)

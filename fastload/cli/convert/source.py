@@ -165,8 +165,10 @@ def _fingerprint(manifest: Manifest) -> str:
 
 
 class Records:
-    """The records of shards, one shard after the other. To shuffle, shards are drawn at random, some of them are
-    read in turn, and their records are permuted in blocks as large as a part. Attributes as of `Objects`.
+    """The records of shards, one shard after the other. Its attributes are those of `Objects`.
+
+    To shuffle, shards are drawn at random, some of them are read in turn, and their records are permuted in
+    blocks as large as a part.
     """
 
     shards: int | None = None
