@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib
 import sys
 from pathlib import Path
 
@@ -23,7 +23,9 @@ def main() -> None:
     known = commands()
     if len(sys.argv) < 2 or sys.argv[1] not in known:
         raise SystemExit(f"usage: python -m bench NAME [options], NAME one of: {', '.join(known)}")
-    runpy.run_module(known[sys.argv.pop(1)], run_name="__main__", alter_sys=True)
+    name = sys.argv.pop(1)
+    sys.argv[0] = f"python -m bench {name}"  # what its help shows
+    importlib.import_module(known[name]).main()
 
 
 if __name__ == "__main__":

@@ -6,33 +6,12 @@ Photos and shards are made once, and stay in `.bench/` beside the sources (git i
 # Only light imports here: processes whose start is measured import this module for its numbers.
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-__all__ = [
-    "BATCH",
-    "KEPT_QUALITY",
-    "KEPT_SIDE",
-    "PHOTOS",
-    "QUALITY",
-    "RESULTS",
-    "ROOT",
-    "ROUND_TRIP",
-    "SIZE",
-    "WORKERS",
-    "WORKPLACE",
-    "add_photos",
-    "bits_a_pixel",
-    "make_shards",
-    "photo_folder",
-    "write_result",
-]
 
 ROOT = Path(__file__).parents[1]
 WORKPLACE = ROOT / ".bench"
@@ -69,11 +48,6 @@ def photo_folder(count: int, quality: int = QUALITY, photos: str = "dense") -> P
     return folder
 
 
-def add_photos(parser: argparse.ArgumentParser) -> None:
-    """Give a command the option that chooses its photos."""
-    parser.add_argument("--photos", default="dense", choices=PHOTOS, help="see bench/photographs.py")
-
-
 def bits_a_pixel(photos: Iterable[bytes]) -> float:
     """Of encoded photos, on average."""
     from fastload.images import kernel
@@ -96,11 +70,3 @@ def make_shards(photos: Path, count: int, form: str) -> Path:
     options = ["--shard-size", str(total * PHOTOS_A_SHARD // count + 1), "--shuffle", "1", "--name", "photos"]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     return folder
-
-
-def write_result(document: dict[str, Any], suffix: str = "", folder: Path = RESULTS) -> Path:
-    """Write BENCH-DATE.json into the folder, by the document's own "bench" and "date"; its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{document['bench']}-{document['date'][:10]}{suffix}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    return path

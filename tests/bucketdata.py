@@ -66,3 +66,11 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
         (root / name).mkdir()
     with serve_photos(root, PHOTOS, read_only=False) as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def demo_photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `PHOTOS` photos of four classes, which no test changes."""
+    folder = tmp_path_factory.mktemp("photos")
+    make_dataset(folder, PHOTOS, classes=4)
+    return folder

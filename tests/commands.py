@@ -22,8 +22,6 @@ from fastload.cli.app import app
 from tests.forked import Forked
 from tests.patience import PATIENCE
 
-__all__ = ["answer", "command", "document", "run", "script", "start", "store_words"]
-
 ROOT = Path(__file__).parents[1]
 # The tree of all commands is made once, as in a process of its own. To make it for each was half of its time.
 typer.testing._get_command = typer.main.get_command = functools.cache(typer.main.get_command)

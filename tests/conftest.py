@@ -34,7 +34,7 @@ from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.testing import read_tests
 from fastload.workers.processes import PRELOADED
-from tests.bucketdata import bucket  # noqa: F401 - a fixture
+from tests.bucketdata import bucket, demo_photos  # noqa: F401 - fixtures
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
 from tests.settle import settle

@@ -29,8 +29,6 @@ from xml.sax.saxutils import escape
 
 from tests.patience import PATIENCE
 
-__all__ = ["LIST", "Fault", "FaultServer", "Request"]
-
 LIST = "\0list"  # stands for listing requests where a key is asked for
 BUCKET = "bucket"
 _CHUNK = 1 << 18  # bytes of a body that are written at once

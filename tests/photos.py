@@ -14,7 +14,6 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from fastload.images import fallback
 from fastload.images import kernel as native
 
 Pixels = NDArray[np.uint8]
@@ -125,15 +124,13 @@ def psnr(a: Pixels, b: Pixels) -> float:
 # --- Fixtures, for modules that import them ---------------------------------------------------------------
 
 
-@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
+@pytest.fixture(params=["kernel", "fallback"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way that images are decoded and resized."""
     if request.param == "kernel" and native.kernel is None:
         pytest.skip("the kernel is not built")
-    if request.param != "kernel":
+    if request.param == "fallback":
         monkeypatch.setattr(native, "kernel", None)
-    if request.param == "fallback without Pillow":
-        monkeypatch.setattr(fallback, "Image", None)
     return str(request.param)
 
 

@@ -6,8 +6,6 @@ import random
 import socket
 from contextlib import suppress
 
-__all__ = ["free_port"]
-
 
 def free_port() -> int:
     """Below those that the system gives out: nobody who asks for any port is given it meanwhile."""

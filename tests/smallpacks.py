@@ -9,8 +9,6 @@ from fastload.cache import Cache, exchange
 from fastload.store import open_store
 from fastload.store.client_process import keep_clients_here
 
-__all__ = ["SmallPacks", "exchange_in_small_packs"]
-
 
 class SmallPacks(Cache):
     """Packs of 20 KB, and ranges of 5 KB, in the processes that it is sent to."""

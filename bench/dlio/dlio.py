@@ -17,13 +17,11 @@ accelerator; the S3 server is 20 ms away, on the same cores.
 A contender is a run of DLIO of its own; all take turns. AU is DLIO's: the part of an epoch's time that is
 compute, without the first step. With a cache, the first epoch fills it from S3, and the second reads it.
 `cores` is the CPU time of all processes of the run within the epoch; server and round trip are not in it.
-First, one untimed run for each cache checks that every rank gets DLIO's files, in DLIO's order, unharmed. The
-last line is JSON.
+First, one untimed run for each cache checks that every rank gets DLIO's files, in DLIO's order, unharmed.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -43,8 +41,8 @@ import numpy as np
 import psutil
 import xxhash
 
-from bench.data import RESULTS, ROOT, ROUND_TRIP, WORKERS, WORKPLACE, write_result
-from fastload.cli.report import describe_machine
+from bench.command import begin, make_parser, write_result
+from bench.data import RESULTS, ROOT, ROUND_TRIP, WORKERS, WORKPLACE
 
 QUALITY, WIDTH, HEIGHT = 92, 1056, 784  # of the photos: 323 KB each, as those of RetinaNet
 FOLDER = "retinanet"
@@ -272,9 +270,7 @@ def measure(python: Path, place: Place, chosen: list[Contender], repeats: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--python", type=Path, required=True, help="of an environment with DLIO")
     parser.add_argument("--files", type=int, default=2400)
     parser.add_argument("--repeats", type=int, default=5)
@@ -286,7 +282,7 @@ def main() -> None:
     chosen = [each for each in contenders(given.mode) if re.search(given.only, each.name)]
     if not chosen:
         raise SystemExit(f"--only {given.only!r}: no contender has it in its name")
-    document: dict[str, Any] = {"bench": "dlio", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("dlio")
     with places(given.files) as place:
         sizes = [path.stat().st_size for path in (place.folder / FOLDER / "train").iterdir()]
         wrong: list[str] = []
@@ -308,7 +304,6 @@ def main() -> None:
     }
     print(table(document))
     print(f"written: {write_result(document, given.suffix, given.results)}")
-    print(json.dumps(document))
 
 
 def table(document: dict[str, Any]) -> str:
@@ -318,7 +313,3 @@ def table(document: dict[str, Any]) -> str:
         au, rate, cores = (statistics.median(epochs[field]) for field in Epoch._fields)
         lines.append(f"| {name} | {au:.0f} | {rate:,.0f} | {cores:.2f} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -29,8 +29,6 @@ from PIL import Image
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop
 
-__all__ = ["FastloadLoader", "PillowLoader"]
-
 SIZE = 224  # pixels of a crop's side
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,17 +23,7 @@ from bench.data import BATCH, WORKERS
 from fastload import RandomResizedCrop
 from fastload.workers import worker
 
-__all__ = [
-    "THREADS",
-    "bucket_store",
-    "decode_objects",
-    "read_objects",
-    "read_shards",
-    "reading_objects",
-]
-
 THREADS = 32  # in each process that reads whole objects
-PIECE = 8 << 20
 
 Options = dict[str, str]  # endpoint_url, key, secret
 
@@ -63,11 +52,6 @@ def decode_objects(bucket: str, options: Options, keys: Sequence[str], crop: Ran
     shuffled = random.sample(keys, len(keys))
     work = functools.partial(_objects_decoded, crop)
     return _side_by_side(work, bucket, options, [shuffled[i::WORKERS] for i in range(WORKERS)])
-
-
-def read_shards(bucket: str, options: Options, shards: Sequence[Path]) -> float:
-    """Seconds to read all shards; each process reads its own piece by piece, from start to end."""
-    return _side_by_side(_shards, bucket, options, [shards[i::WORKERS] for i in range(WORKERS)])
 
 
 def _side_by_side(
@@ -125,17 +109,6 @@ def _readers(
     for thread in threads:
         thread.start()
     return threads
-
-
-def _shards(bucket: str, options: Options, shards: list[Path]) -> None:
-    import obstore
-
-    store = bucket_store(bucket, options)
-    for shard in shards:
-        size = shard.stat().st_size
-        for start in range(0, size, PIECE):
-            if not len(obstore.get_range(store, shard.name, start=start, end=min(start + PIECE, size))):
-                os._exit(1)
 
 
 @contextmanager

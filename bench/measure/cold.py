@@ -10,7 +10,6 @@ image of a contender's own processes: workers included, server and round trip ex
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -24,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.data import BATCH, ROOT, SIZE, WORKERS, add_photos, photo_folder
+from bench.command import add_photos, make_parser
+from bench.data import BATCH, ROOT, SIZE, WORKERS, photo_folder
 from bench.measure.bare import decode_objects, read_objects
 from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, median_ratio, shuffled
 from bench.peers.peer import Run
@@ -128,7 +128,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
@@ -168,7 +168,3 @@ def main() -> None:
         "load": round(os.getloadavg()[0], 1),
     }
     print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()

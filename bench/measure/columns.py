@@ -23,7 +23,6 @@ bench/results/columns-DATE.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -37,9 +36,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import ROOT, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import ROOT
 from bench.peers.environment import Unavailable, python_of
-from fastload.cli.report import describe_machine
 
 SIDES = (
     "arrow",
@@ -149,14 +148,13 @@ def _medians(found: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--columns", type=int, default=20)
     parser.add_argument("--batch", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write bench/results/columns-DATE.json")
     arguments = parser.parse_args()
-    peer, load = peer_python(), os.getloadavg()
+    document, peer = begin("columns"), peer_python()
     sides = [side for side in SIDES if peer or not side.startswith("datasets")]
     results: dict[tuple[int, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,15 +170,9 @@ def main() -> None:
                     results.setdefault((size, side), []).append(done)
     medians = {case: _medians(found) for case, found in results.items()}
     Console().print(show(medians))
-    if arguments.save:
-        found = [
-            {"batch": size, "side": side, "rows_per_second": wall, "rows_per_cpu_second": cpu}
-            for (size, side), (wall, cpu) in medians.items()
-        ]
-        about = {"bench": "columns", **describe_machine(), "rows": arguments.rows, "rounds": arguments.rounds}
-        loads = {"load_before": load, "load_after": os.getloadavg()}
-        print(write_result({**about, "columns": arguments.columns, "results": found, **loads}))
-
-
-if __name__ == "__main__":
-    main()
+    document |= {"rows": arguments.rows, "rounds": arguments.rounds, "columns": arguments.columns}
+    document["results"] = [
+        {"batch": size, "side": side, "rows_per_second": wall, "rows_per_cpu_second": cpu}
+        for (size, side), (wall, cpu) in medians.items()
+    ]
+    finish(document, save=arguments.save)

@@ -17,7 +17,6 @@ compares with what is there.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -35,8 +34,9 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
-from bench.data import BATCH, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder, write_result
-from bench.measure import growth, handover
+from bench.command import describe_machine, make_parser, write_result
+from bench.data import BATCH, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder
+from bench.measure import growth, handover, object_sizes
 from bench.measure.limits import Limits, bare_get, handing_over, machine_limits
 from bench.measure.record import QUICK, Record, Scale, commit
 from bench.measure.sections import CORES, Case, Course, Place, choose_workers, load, take_turns
@@ -54,7 +54,6 @@ from bench.peers.peer import make_own_files
 from bench.show import report, report_page
 from bench.show.figures import BUSY
 from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
 
 SAY_EVERY = 60.0  # seconds
 ALL = [
@@ -285,7 +284,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     record.step("more objects")
     objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))
     record.step("larger objects")
-    sizes = record.part("growth, sizes", lambda: growth.sizes(scale.object_bytes, scale.repeats))
+    sizes = record.part("growth, sizes", lambda: object_sizes.sizes(scale.object_bytes, scale.repeats))
     return {
         "bench": "compare",
         "schema": 1,
@@ -338,9 +337,7 @@ class Steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a short form; installs nothing")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     given = parser.parse_args()
@@ -356,7 +353,3 @@ def main() -> None:
     record.finish()
     print(report_page.markdown(document))
     console.print(f"written: {path}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,30 +10,18 @@ loaders: `python -m bench compare`.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.data import (
-    KEPT_QUALITY,
-    KEPT_SIDE,
-    PHOTOS,
-    QUALITY,
-    SIZE,
-    bits_a_pixel,
-    photo_folder,
-    write_result,
-)
+from bench.command import begin, finish, make_parser
+from bench.data import KEPT_QUALITY, KEPT_SIDE, PHOTOS, QUALITY, SIZE, bits_a_pixel, photo_folder
 from bench.measure.kernels import Contender, Fill, Making, RoiDecode, installed_peers, kernel_quality
 from fastload import RandomResizedCrop
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import to_dct, with_rows
@@ -113,9 +101,8 @@ def limit_of(rates: Rates, name: str) -> str | None:
 
 
 def show(console: Console, rates: Rates, title: str) -> None:
-    table = Table(title=f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8; {title}")
-    for column in ("", "img/s", "of the limit"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "img/s", "of the limit")
+    table.title = f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8; {title}"
     for name, values in rates.items():
         limit = limit_of(rates, name)
         part = f"{share(rates, name, limit):.0%}" if limit else ""
@@ -127,25 +114,17 @@ def medians(rates: Rates) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=256, help="photos in memory (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
     parser.add_argument("--photos", nargs="+", default=PHOTOS, choices=PHOTOS, help="default: both sets")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
+    options = parser.parse_args()
     if native.kernel is None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
-    console = Console(stderr=options.json, width=110)
-    result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
+    console = Console(width=110)
+    result = begin("decode")
     result["photos"] = {}
     for kind in options.photos:
         folder = photo_folder(2000, options.quality, kind)
@@ -158,13 +137,4 @@ def main() -> None:
     psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
     console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
     result |= {"psnr_db": psnr, "backend": backend()}
-    result["load_after"] = os.getloadavg()
-    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
-    if options.save:
-        write_result(result)
-    if options.json:
-        print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    finish(result, save=options.save)

@@ -16,7 +16,6 @@ command.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -29,11 +28,11 @@ import numpy as np
 import psutil
 import simplejpeg
 
-from bench.data import RESULTS, write_result
+from bench.command import begin, make_parser, write_result
+from bench.data import RESULTS
 from bench.measure.link import ADDRESSES, DEVICE, Link, missing
 from bench.measure.trainer import TRAIN, epochs_of
 from bench.show.figures import number, table
-from fastload.cli.report import describe_machine
 
 EXCHANGES = {"dense": "fp32", "DGC": "dgc"}
 SPARSITY = (0.75, 0.9375, 0.984375, 0.996, 0.999)  # of the epochs; the last holds from then on
@@ -193,9 +192,7 @@ def _cell(name: str, value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rate", type=float, default=1000, help="of the link, Mbit/s")
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--images", type=int, default=192, help="of an epoch")
@@ -206,9 +203,8 @@ def main() -> None:
     if lack := missing():
         raise SystemExit(f"this measurement needs {lack}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    document: dict[str, Any] = {"bench": "dgc_link", **describe_machine(), "rate": given.rate * 1e6}
+    document = begin("dgc_link") | {"rate": given.rate * 1e6}
     document |= {"model": given.model, "images": given.images, "batch size": given.batch_size}
-    document["load_before"] = os.getloadavg()
     with tempfile.TemporaryDirectory() as directory, Link(given.rate * 1e6) as link:
         document["bare rate"] = round(link.measure(given.rate / 8))
         run = Runs(link, Path(directory), given)
@@ -219,8 +215,3 @@ def main() -> None:
     document["load_after"] = os.getloadavg()
     print(markdown(document))
     print(f"written: {write_result(document, f'-{given.rate:g}mbit', given.results)}")
-    print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,16 +17,6 @@ from bench.data import BATCH, WORKERS, WORKPLACE
 from bench.peers.peer import Run
 from fastload import Cache, DataLoader
 
-__all__ = [
-    "count",
-    "cpu_seconds",
-    "epoch",
-    "filling_and_cached",
-    "median_ratio",
-    "over_a_full_cache",
-    "shuffled",
-]
-
 Make = Callable[[Cache | None], Any]
 
 

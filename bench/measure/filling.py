@@ -12,7 +12,6 @@ System time is mostly the copy of the payload to the page cache, and the pages f
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.data import KEPT_QUALITY, KEPT_SIDE, SIZE, WORKPLACE, add_photos, photo_folder
+from bench.command import add_photos, make_parser
+from bench.data import KEPT_QUALITY, KEPT_SIDE, SIZE, WORKPLACE, photo_folder
 from bench.measure.cold import Place, places
 from bench.measure.epochs import epoch, shuffled
 from bench.peers.peer import Run
@@ -114,7 +114,7 @@ def row(turns: list[Turn], without: list[Turn]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     add_photos(parser)
@@ -144,7 +144,3 @@ def main() -> None:
             }
         )
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """A torchvision transform as it is, and through `fastload.fuse`: images a second and CPU time.
 
-    python -m bench fuse [--rounds 5] [--json] [--save]
+    python -m bench fuse [--rounds 5] [--save]
 
 Local photos of 138 KB in the page cache, `ImageFolder`, 2 workers. Every form has its loader, whose workers
 stay; after an epoch to warm up, the forms take turns, an epoch each. CPU time is that of the process and its
@@ -9,20 +9,18 @@ workers together.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 import fastload
-from bench.data import BATCH, SIZE, WORKERS, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import BATCH, SIZE, WORKERS, photo_folder
 from bench.peers.scripts.torchvision_on_cpu import torchvision
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 
 PHOTOS = 400
 _v1: Any = torchvision.transforms
@@ -78,16 +76,12 @@ def measure(steps: list[Any], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     arguments = parser.parse_args()
-    table = Table(title=f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}")
-    for heading in ("steps", "measure", "plain", "fused", "times better"):
-        table.add_column(heading, justify="left" if heading in ("steps", "measure") else "right")
+    document = begin("fuse")
+    table = figures("steps", "measure", "plain", "fused", "times better")
+    table.title = f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}"
     rows = []
     for name, steps in PIPELINES.items():
         found = measure(steps, arguments.rounds)
@@ -97,12 +91,4 @@ def main() -> None:
             rows.append({"steps": name, "what": what, "plain": plain, "fused": fused, "ratio": ratio})
             table.add_row(name, what, f"{plain:,.2f}", f"{fused:,.2f}", f"{ratio:.2f}")
     Console().print(table)
-    document = {"bench": "fuse", **describe_machine(), "rows": rows}
-    if arguments.save:
-        write_result(document)
-    if arguments.json:
-        print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()
+    finish(document | {"rows": rows}, save=arguments.save)

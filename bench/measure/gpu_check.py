@@ -32,8 +32,8 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
+from bench.command import describe_machine, make_parser
 from bench.data import RESULTS, ROOT, WORKPLACE, photo_folder
-from fastload.cli.report import describe_machine
 
 NO_GPU = 3
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -267,7 +267,7 @@ def _run_tests(tests: list[str]) -> dict[str, Any]:
 def run_part(name: str, args: argparse.Namespace, cores: int, decoder: str = "cpu") -> dict[str, Any]:
     """The part in a child process with `cores` cores and as many workers."""
     cpus = sorted(os.sched_getaffinity(0))[:cores]
-    command = [sys.executable, "-m", "bench.measure.gpu_check", "--part", name, "--device", args.device]
+    command = [sys.executable, "-m", "bench", "gpu_check", "--part", name, "--device", args.device]
     command += [
         "--decoder",
         decoder,
@@ -302,7 +302,7 @@ def run_part(name: str, args: argparse.Namespace, cores: int, decoder: str = "cp
 
 def run_trainer(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of examples/resnet50, by `bench trainer`."""
-    command = [sys.executable, "-m", "bench.measure.trainer", "--gpu"]
+    command = [sys.executable, "-m", "bench", "trainer", "--gpu"]
     command += ["--quick", "--epochs", "2"] if args.quick or args.device == "cpu" else []
     try:
         done = subprocess.run(
@@ -379,9 +379,7 @@ def failed(result: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--quick", action="store_true", help="few images and batches, as a trial of the steps"
@@ -416,7 +414,3 @@ def main() -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"written to {path}")
     raise SystemExit(int(failed(result)))
-
-
-if __name__ == "__main__":
-    main()

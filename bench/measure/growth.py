@@ -1,6 +1,6 @@
 """Growth of the data set: the start with more objects, and the rate with larger ones.
 
-    python -m bench growth [--quick | --objects N] [--json] [--save]
+    python -m bench growth [--quick | --objects N] [--save]
 
 Objects: the time from the start of a process to its first batch, with a thousand to ten million objects
 behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
@@ -30,10 +30,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from bench.command import begin, finish, make_parser
 from bench.data import BATCH, ROOT, SIZE, WORKERS
 from bench.measure.object_sizes import BOTO3, OURS, S3FS, Bytes, sizes
-
-__all__ = ["objects", "sizes"]
 
 TOGETHER = 1_000_000  # objects, from which on listing takes each peer more than a minute
 TURNS_SECONDS = 10.0  # after which no further turn begins
@@ -42,32 +41,24 @@ MOST_SECONDS = 240.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
     parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         return run_until_first_batch(SimpleNamespace(**json.loads(given.start)))
     # Not above: the processes whose start is measured import this module too.
-    from bench.data import write_result
     from bench.measure.record import QUICK, Scale, commit
-    from fastload.cli.report import describe_machine
 
     scale = QUICK if given.quick else Scale()
     repeats, counts, byte_counts = scale.repeats, scale.objects, scale.object_bytes
+    document = begin("growth") | {"commit": commit()}
     if given.objects:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
-    show(found, to_stderr=given.json)
-    if given.save:
-        write_result({"bench": "growth", "commit": commit(), **describe_machine(), **found})
-    if given.json:
-        print(json.dumps(found))
+    show(found)
+    finish(document | found, save=given.save)
 
 
 # --- objects
@@ -219,11 +210,11 @@ class Photos(Bytes):
 # --- the tables
 
 
-def show(found: dict[str, list[dict[str, Any]]], *, to_stderr: bool) -> None:
+def show(found: dict[str, list[dict[str, Any]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     table = Table("objects", "", "first batch, s", "again, s", "memory, MB", "listing on disk, MB")
     for row in found["objects"]:
         again = f"{statistics.median(row['again_seconds']):.2f}" if row["again_seconds"] else ""

@@ -1,6 +1,6 @@
 """The cost of handing a batch from a worker to the training process: torch and fastload.
 
-    python -m bench handover [--repeats 5] [--batches 100] [--json]
+    python -m bench handover [--repeats 5] [--batches 100]
 
 The samples are ready (the same tensor each time), so only collating, passing on and taking a batch are
 measured. Both sides take turns in the same run. `python -m bench starts` has their start.
@@ -8,20 +8,18 @@ measured. Both sides take turns in the same run. `python -m bench starts` has th
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import time
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
+from bench.command import make_parser
 from bench.data import BATCH, WORKERS
+from fastload.cli.report import figures
 
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
@@ -69,24 +67,14 @@ def measure(repeats: int, batches: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
     arguments = parser.parse_args()
     rows = measure(arguments.repeats, arguments.batches)
-    table = Table(title=f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians")
-    for heading in ("", "unit", "torch", "fastload", "times better"):
-        table.add_column(heading, justify="left" if heading in ("", "unit") else "right")
+    table = figures("", "unit", "torch", "fastload", "times better")
+    table.title = f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians"
     for row in rows:
         sides = [f"{row[name]:,.0f}" for name in LOADERS]
         table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")
     Console().print(table)
-    if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "cores": os.cpu_count(), "rows": rows}))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,8 +25,6 @@ from fastload.cli.demo.photos import make_photo
 from fastload.images import SampleRng, decode_image
 from fastload.images import kernel as native
 
-__all__ = ["Contender", "Fill", "Making", "RoiDecode", "installed_peers", "kernel_quality"]
-
 Contender = Callable[[Sequence[int]], float]
 
 

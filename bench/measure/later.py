@@ -10,10 +10,7 @@ itself, whoever else uses the cores.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
 import random
 import statistics
 import tempfile
@@ -23,23 +20,13 @@ from typing import Any, NamedTuple
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import RandomSampler
 
-from bench.data import (
-    BATCH,
-    KEPT_QUALITY,
-    KEPT_SIDE,
-    SIZE,
-    WORKERS,
-    WORKPLACE,
-    add_photos,
-    photo_folder,
-    write_result,
-)
+from bench.command import add_photos, begin, finish, make_parser
+from bench.data import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE, WORKERS, WORKPLACE, photo_folder
 from bench.measure.kernels import Fill
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 from fastload.images import kernel as native
 
 MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
@@ -186,50 +173,32 @@ def summary(row: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 
 
 def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
-    table = Table(title=f"later epochs, {workers} workers, against {workers} processes with the kernel alone")
     rate, cpu = ("img/s", "kernel img/s", "ratio", "to processes"), ("CPU us/img", "kernel us/img", "ratio")
-    for number, column in enumerate(("mode", *rate, *cpu, "first batch s")):
-        table.add_column(column, justify="right" if number else "left")
+    table = figures("mode", *rate, *cpu, "first batch s")
+    table.title = f"later epochs, {workers} workers, against {workers} processes with the kernel alone"
     for row in rows:
-        figures = zip(row["medians"].values(), (0, 0, 3, 3, 0, 0, 3, 3), strict=True)
-        table.add_row(row["mode"], *(f"{figure:,.{digits}f}" for figure, digits in figures))
+        shown = zip(row["medians"].values(), (0, 0, 3, 3, 0, 0, 3, 3), strict=True)
+        table.add_row(row["mode"], *(f"{figure:,.{digits}f}" for figure, digits in shown))
     console.print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--images", type=int, default=2000, help="photos in the cache (default 2000)")
     parser.add_argument("--passes", type=int, help="passes over the photos in a turn")
     parser.add_argument("--workers", type=int, default=WORKERS, help="and kernel processes (default 2)")
     parser.add_argument("--rounds", type=int, default=5)
     add_photos(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     options = parser.parse_args()
     if native.kernel is None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
-    console = Console(stderr=options.json, width=110)
-    result: dict[str, Any] = {"bench": "later", **describe_machine(), "load_before": os.getloadavg()}
+    console = Console(width=110)
+    result = begin("later")
     folder, rows = photo_folder(options.images, photos=options.photos), []
     for mode in options.modes:
         passes = options.passes or PASSES.get(mode, 1)
         rows.append(measure(folder, mode, passes, options.workers, options.rounds))
     show(console, rows, options.workers)
-    result |= {
-        "workers": options.workers,
-        "photos": options.photos,
-        "rows": rows,
-        "load_after": os.getloadavg(),
-    }
-    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
-    if options.save:
-        write_result(result)
-    if options.json:
-        print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    result |= {"workers": options.workers, "photos": options.photos, "rows": rows}
+    finish(result, save=options.save)

@@ -19,8 +19,6 @@ from fastload.cli.plan.probe import probe_disk
 from fastload.images import decode_resized, shrink
 from fastload.images import kernel as native
 
-__all__ = ["Limits", "bare_get", "handing_over", "machine_limits"]
-
 MEMORY_BYTES = 256 << 20
 
 

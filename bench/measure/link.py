@@ -17,8 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["ADDRESSES", "DEVICE", "Link", "missing"]
-
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICE = "link0"  # in both namespaces
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}

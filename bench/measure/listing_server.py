@@ -27,8 +27,6 @@ from fastload.cli.demo.photos import make_photo
 from fastload.cli.demo.s3_server import tethered
 from fastload.datasets.objects import ReadOnlyList
 
-__all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]
-
 CLASSES = 1000
 PAGE = 1000
 SECONDS_TO_START = 20.0

@@ -11,8 +11,6 @@ into bench/results. --quick measures 256 photos in two turns; its files end in -
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -24,22 +22,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import (
-    RESULTS,
-    ROUND_TRIP,
-    SIZE,
-    WORKERS,
-    WORKPLACE,
-    make_shards,
-    photo_folder,
-    write_result,
-)
+from bench.command import begin, make_parser, write_result
+from bench.data import RESULTS, ROUND_TRIP, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder
 from bench.measure.epochs import count, epoch, over_a_full_cache, shuffled
 from bench.peers.peer import Run
 from bench.show import moxing_table
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop, TFRecordDataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
 
 IMAGES, QUICK_IMAGES, QUALITY = 3671, 256, 86  # 60.5 KB each
 WIDTH, HEIGHT = 500, 375  # of all photos; a decoded cache with this short side keeps them whole
@@ -92,8 +81,7 @@ def measure(images: int, repeats: int) -> tuple[dict[str, list[Run]], float]:
 
 def report(console: Console, images: int, repeats: int, quick: bool = False) -> dict[str, Any]:
     """Measures, prints the table, and returns what there is to save."""
-    document: dict[str, Any] = {"bench": "moxing", **describe_machine(), "quick": quick}
-    document["load_before"] = os.getloadavg()
+    document = begin("moxing") | {"quick": quick}
     runs, size = measure(images, repeats)
     rates = {name: [one.images / one.seconds for one in made] for name, made in runs.items()}
     medians = {name: statistics.median(made) for name, made in rates.items()}
@@ -126,26 +114,17 @@ def show(console: Console, document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the chart")
     given = parser.parse_args()
     torch.set_num_threads(1)
     images = given.images or (QUICK_IMAGES if given.quick else IMAGES)
-    console = Console(stderr=given.json, width=130)
+    console = Console(width=130)
     document = report(console, images, given.repeats or (2 if given.quick else 5), given.quick)
     path = write_result(document, "-quick" * given.quick, given.results)
     print(moxing_table.markdown(document), file=console.file)
     for written in (path, *moxing_table.draw(document, path.with_suffix(".png"))):
         console.print(f"written: {written}", soft_wrap=True)
-    if given.json:
-        print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()

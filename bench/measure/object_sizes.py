@@ -18,8 +18,6 @@ from typing import Any
 from bench.data import ROUND_TRIP, WORKERS, WORKPLACE
 from bench.measure.bare import reading_objects
 
-__all__ = ["BOTO3", "OURS", "S3FS", "Bytes", "sizes"]
-
 OURS, S3FS, BOTO3, BARE = "fastload", "torch + s3fs", "torch + boto3", "bare parallel GET"
 FOLDER_BYTES = 200 << 20  # of all objects of one size, at most
 FOLDER_OBJECTS = 4000

@@ -1,6 +1,6 @@
 """A second, empty machine that takes a published cache.
 
-    python -m bench published [--peers] [--json] [--save]
+    python -m bench published [--peers] [--save]
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
 requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`,
@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 import fastload
-from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
 from bench.measure.sections import Course, Entrant, Place
 from bench.peers.contenders import COLD, Contender
 from bench.peers.peer import Run, make_own_files
@@ -44,7 +44,7 @@ from fastload.cache.exchange import pull
 from fastload.cache.remote import close_all
 from fastload.cli.demo.delay_proxy import Counts
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 
 CONTENDERS = ("alone", "remote", "pulled", "warm")
 PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
@@ -93,7 +93,7 @@ def run_node(job: Job) -> None:
 def run(job: Job, proxy: Proxy, samples: int) -> dict[str, Any]:
     """The report of one node, and its requests."""
     before = proxy.counts()
-    command = [sys.executable, "-m", "bench.measure.published", "--node", json.dumps(job)]
+    command = [sys.executable, "-m", "bench", "published", "--node", json.dumps(job)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     after = proxy.counts()
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -170,24 +170,20 @@ def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--photos", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peers", action="store_true", help=f"beside {'; '.join(PEERS)}")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
         return run_node(Job(*json.loads(given.node)))
-    document: dict[str, Any] = {"bench": "published", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("published")
     photos = photo_folder(given.photos)
     if given.peers:
         prepare(photos, given.photos)
     runs = rounds(photos, given.photos, given.repeats, given.peers)
-    document |= {"photos": given.photos, "repeats": given.repeats, "load_after": os.getloadavg()}
+    document |= {"photos": given.photos, "repeats": given.repeats}
     names = ("rate", "with_wait", "wait", "requests", "pulled", "child_peak_mb")
     document["medians"] = {
         name: {one: statistics.median(run[one] for run in reports) for one in names if one in reports[0]}
@@ -198,25 +194,15 @@ def main() -> None:
     ]
     document["runs"] = runs
     show(document)
-    if given.save:
-        write_result(document)
-    if given.json:
-        print(json.dumps(document))
+    finish(document, save=given.save)
 
 
 def show(document: dict[str, Any]) -> None:
-    table = Table(
-        title=f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
-    )
-    for heading in ("", "images/s", "with the wait", "wait s", "requests"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures("", "images/s", "with the wait", "wait s", "requests")
+    table.title = f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
     for name, found in document["medians"].items():
-        figures = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
-        table.add_row(name, *figures, f"{found['requests']:,.0f}")
+        rates = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
+        table.add_row(name, *rates, f"{found['requests']:,.0f}")
     Console().print(table)
     ratios = ", ".join(f"{ratio:.2f}" for ratio in document["of_warm"])
-    print(f"remote of warm, by rounds: {ratios}; load {document['load_before']} to {document['load_after']}")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"remote of warm, by rounds: {ratios}")

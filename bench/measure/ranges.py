@@ -7,8 +7,6 @@ take turns, and each starts its workers anew. In order, neighbours of a batch co
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import statistics
 import time
@@ -18,14 +16,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
-from bench.data import ROUND_TRIP, WORKERS, WORKPLACE, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import ROUND_TRIP, WORKERS, WORKPLACE
 from bench.measure.epochs import median_ratio
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 
 PART, PER_OBJECT, BATCH = 64 << 10, 400, 32
 OURS, IN_ORDER, BOTO3, S3FS = "fastload, shuffled", "fastload, in order", "torch + boto3", "torch + s3fs"
@@ -110,22 +108,15 @@ def rate(loader: Any, parts: int) -> float:
     return parts / (time.perf_counter() - begin)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--parts", type=int, default=1600)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--save", action="store_true", help="write bench/results/ranges-DATE.json")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = parse()
+    given = parser.parse_args()
     console = Console(width=110)
     torch.set_num_threads(1)
-    document: dict[str, Any] = {"bench": "ranges", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("ranges")
     rows = rows_of(given.parts)
     rates: dict[str, list[float]] = {}
     requests: dict[str, float] = {}
@@ -138,9 +129,8 @@ def main() -> None:
                 rates.setdefault(name, []).append(rate(loader, given.parts))
                 if isinstance(loader, fastload.DataLoader):
                     requests[name] = loader.stats()["counters"]["store.gets"]
-    table = Table(title=f"parts of {PART >> 10} KB, {1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers")
-    for column in ("", "parts/s", "min", "max", "requests"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "parts/s", "min", "max", "requests")
+    table.title = f"parts of {PART >> 10} KB, {1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers"
     for name, made in rates.items():
         shown = (f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made)))
         table.add_row(name, *shown, f"{requests.get(name, given.parts):,.0f}")
@@ -149,10 +139,4 @@ def main() -> None:
     for name, ratio in ratios.items():
         console.print(f"{name:52}{ratio:6.2f}")
     document |= {"parts": given.parts, "rates": rates, "requests": requests, "ratios": ratios}
-    document["load_after"] = os.getloadavg()
-    if given.save:
-        print(write_result(document))
-
-
-if __name__ == "__main__":
-    main()
+    finish(document, save=given.save)

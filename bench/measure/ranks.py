@@ -1,4 +1,4 @@
-"""The wait of a step where some samples take 50 times as long: `python -m bench ranks [--ranks 4] [--json]`.
+"""The wait of a step where some samples take 50 times as long: `python -m bench ranks [--ranks 4]`.
 
 Each rank is a process with workers of its own and a part of the samples, and all ranks meet after each step,
 as for an exchange of gradients (gloo). So a job waits for its slowest rank. A sample sleeps 1 ms, and one of
@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
+from bench.command import begin, finish, make_parser
 from bench.data import ROOT
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 from fastload.workers.autoscale import Autoscaler
 
 FAST = 0.001  # seconds
@@ -134,7 +134,7 @@ def run(job: Job) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "bench.measure.ranks", "--rank", json.dumps(job)]
+    command = [sys.executable, "-m", "bench", "ranks", "--rank", json.dumps(job)]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     place |= {"WORLD_SIZE": str(job.ranks), "LOCAL_WORLD_SIZE": str(job.ranks)}
     processes = [
@@ -179,9 +179,7 @@ def row(job: Job, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--workers", type=int, default=4, help="of a rank")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank")
@@ -192,41 +190,34 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.6, help="of the workers, if batches were all alike")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=list(CONTENDERS), action="append", help="these contenders")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
         return run_rank(Job(*json.loads(given.rank)))
     numbers = (given.ranks, given.workers, given.batch_size, given.steps, given.epochs)
     jobs = [Job(name, *numbers, given.slow, given.times, given.load) for name in given.only or CONTENDERS]
-    document: dict[str, Any] = {"bench": "ranks", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("ranks")
     runs: dict[str, list[Any]] = {job.contender: [] for job in jobs}
     for _ in range(given.repeats):
         for job in jobs:
             runs[job.contender].append(run(job))
     document |= {"job": jobs[0]._replace(contender="")._asdict(), "repeats": given.repeats}
-    document |= {"step_ms": 1000 * jobs[0].step_seconds, "load_after": os.getloadavg()}
+    document["step_ms"] = 1000 * jobs[0].step_seconds
     document["rows"] = [row(job, runs[job.contender]) for job in jobs]
     show(document)
-    if given.json:
-        print(json.dumps(document))
+    finish(document, save=given.save)
 
 
 def show(document: dict[str, Any]) -> None:
     job = document["job"]
     who = f"{job['ranks']} ranks with {job['workers']} workers each"
-    table = Table(title=f"The job's wait at a step of {document['step_ms']:.1f} ms, {who}")
-    for heading in ("", "p50 ms", "p99 ms", "max ms", "not waiting", "held back"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    table = figures("", "p50 ms", "p99 ms", "max ms", "not waiting", "held back")
+    table.title = f"The job's wait at a step of {document['step_ms']:.1f} ms, {who}"
     for line in document["rows"]:
         held = "" if line["held_back"] is None else f"{line['held_back']:.0%}"
-        figures = [f"{line[name]:,.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
-        table.add_row(line["contender"], *figures, f"{line['not_waiting']:.0%}", held)
+        waits = [f"{line[name]:,.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
+        table.add_row(line["contender"], *waits, f"{line['not_waiting']:.0%}", held)
     Console().print(table)
     for line in document["rows"]:
         for choice in line["choices"]:
             print(f"{line['contender']}: {choice}")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,8 +11,6 @@ from typing import Any
 from bench.data import ROOT, WORKPLACE
 from bench.measure.sections import Turns
 
-__all__ = ["QUICK", "Record", "Scale", "commit"]
-
 UNFINISHED = WORKPLACE / "compare-unfinished.json"
 
 

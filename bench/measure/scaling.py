@@ -17,7 +17,6 @@ Prints the table and writes scaling-DATE.json and its chart, for light and dark 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -26,10 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.data import RESULTS, WORKPLACE, write_result
+from bench.command import begin, make_parser, write_result
+from bench.data import RESULTS, WORKPLACE
 from bench.measure.trainer import TRAIN, epochs_of, photo_tree
 from bench.show import scaling_table
-from fastload.cli.report import describe_machine
 
 
 def counts(ranks: list[int], node: int | None) -> tuple[list[int], int]:
@@ -77,9 +76,7 @@ def row(epochs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--node", type=int, help="GPUs of a full node; default: the most ranks")
     parser.add_argument("--rate", type=float, default=505, help="images/s of a device; 0: the real one")
@@ -90,7 +87,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON and the chart")
     given, options = parser.parse_known_args()
     ranks, node = counts([int(count) for count in given.ranks.split(",")], given.node)
-    document: dict[str, Any] = {"bench": "scaling", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("scaling")
     WORKPLACE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory:
         run = Runs(Path(directory), given, options)
@@ -110,8 +107,3 @@ def main() -> None:
     path = write_result(document, folder=given.results)
     for written in (path, *scaling_table.draw(document, path.with_suffix(".png"))):
         print(f"written: {written}")
-    print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,18 +18,6 @@ from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer, Run
 from fastload.cli.demo.s3_server import Proxy, S3Server
 
-__all__ = [
-    "CORES",
-    "Case",
-    "Course",
-    "Entrant",
-    "Place",
-    "Turns",
-    "choose_workers",
-    "load",
-    "take_turns",
-]
-
 T = TypeVar("T")
 AT_LEAST = 1.0  # seconds
 CORES = len(os.sched_getaffinity(0))

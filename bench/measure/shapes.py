@@ -1,7 +1,7 @@
 """Every shape of data: the same photos in each, beside a bare ImageFolder and the format's own loader, in
 turns.
 
-`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME] [--json] [--save]`. Photos of
+`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME] [--save]`. Photos of
 138 KB, 2 workers, RandomResizedCrop(224) and flip to uint8 in batches of 64. First epochs are read from an S3
 server 20 ms away on the same cores, with empty caches and new workers. In later ones fastload reads its own
 cache in mode "raw", and the others what they keep or read on the local disk. Each turn begins with another
@@ -15,10 +15,7 @@ chunks and MDS shards.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import os
 import shutil
 import statistics
 import tempfile
@@ -27,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
-from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 
 ROWS_A_GROUP = 100  # of the Parquet file, as Hugging Face writes images
 BETON = "jpg 97 9999"  # the mode of FFCV's script, which is part of the name of its file
@@ -177,9 +174,8 @@ def row_of(name: str, epoch: str, rates: dict[str, list[float]]) -> dict[str, An
 
 
 def show(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8, images/s")
-    for column in ("shape", "epoch", "ours", "bare", "ratio", "its own loader", "ratio"):
-        table.add_column(column, justify="left" if column in ("shape", "epoch") else "right")
+    table = figures("shape", "epoch", "ours", "bare", "ratio", "its own loader", "ratio")
+    table.title = f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8, images/s"
     for row in rows:
         rates = {side: f"{statistics.median(made):,.0f}" for side, made in row["rates"].items()}
         cells = [rates["ours"]]
@@ -190,23 +186,15 @@ def show(console: Console, rows: list[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of an epoch at most")
     parser.add_argument("--only", choices=list(SHAPES), action="append", help="these shapes; repeatable")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = parse()
-    console, rows = Console(stderr=given.json, width=110), []
-    load = os.getloadavg()
+    given = parser.parse_args()
+    console, rows = Console(width=110), []
+    document = begin("shapes") | {"images": given.images}
     photos = photo_folder(given.images)
     missing = make_data(photos, given.images, console)
     common = {"folder": str(photos), "size": SIZE, "batch": BATCH, "workers": WORKERS}
@@ -230,13 +218,4 @@ def main() -> None:
                     + ", ".join(f"{key} {rows[-1][key]}" for key in rows[-1] if " / " in key)
                 )
     show(console, rows)
-    document = {"bench": "shapes", **describe_machine(), "images": given.images, "rows": rows}
-    document |= {"load_before": load, "load_after": os.getloadavg()}
-    if given.save:
-        console.print(write_result(document))
-    if given.json:
-        print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()
+    finish(document | {"rows": rows}, save=given.save)

@@ -27,6 +27,8 @@ from rich.table import Table
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
+from bench.command import begin, finish, make_parser
+
 LOOK = 0.2  # seconds between two looks at memory and connections
 THREADS, PROCESSES, TORCH = "fastload", "fastload, processes", "torch + Pillow"
 Job = dict[str, Any]
@@ -150,23 +152,19 @@ def show(console: Console, rows: list[Job]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="2 workers, fork, one round")
-    parser.add_argument("--save", action="store_true", help="write the result to bench/results/")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
         run(given.job)
         return
-    from bench.data import ROUND_TRIP, WORKPLACE, photo_folder, write_result
+    from bench.data import ROUND_TRIP, WORKPLACE, photo_folder
     from bench.measure.cold import places
-    from fastload.cli.report import describe_machine
 
-    result: dict[str, Any] = {"bench": "starts", **describe_machine(), "load_before": os.getloadavg()}
+    result = begin("starts")
     taken: dict[str, list[Job]] = {}
     with places(given.images) as at:
         todo = jobs(at[int(ROUND_TRIP * 1000)], photo_folder(given.images), WORKPLACE, quick=given.quick)
@@ -179,9 +177,8 @@ def main() -> None:
         for job, figures in taken.items()
     ]
     show(Console(width=120), rows)
-    result |= {"images": given.images, "rounds": given.rounds, "rows": rows, "load_after": os.getloadavg()}
-    if given.save:
-        print(write_result(result))
+    result |= {"images": given.images, "rounds": given.rounds, "rows": rows}
+    finish(result, save=given.save)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ cache, against the synthetic rate of the same run. Goals: 99 % from epoch 2 on, 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,9 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.command import describe_machine, make_parser
 from bench.data import ROOT, photo_folder
-from fastload.cache.codecs import MODES
-from fastload.cli.report import describe_machine
+from bench.show.figures import MODES
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)
@@ -134,9 +133,7 @@ def _median(values: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="the GPU here instead of simulated devices")
     parser.add_argument(
         "--quick", action="store_true", help="with --gpu: every step on the CPU, as a trial of the steps"
@@ -157,7 +154,3 @@ def main() -> None:
             for device in result["devices"]:
                 print(*device.values(), sep="  ")
     print(json.dumps({"bench": "trainer", **describe_machine(), **result}))
-
-
-if __name__ == "__main__":
-    main()

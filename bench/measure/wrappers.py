@@ -1,6 +1,6 @@
 """Wrappers: the first epoch of an ImageFolder beside the same photos through wrappers of it.
 
-`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB on an S3
+`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--save]`. Photos of 138 KB on an S3
 server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip to uint8 in batches
 of 64; no cache. All contenders take turns. Ratios are medians of the ratios within one turn: to the bare
 ImageFolder, and for threads to the same wrapper without them.
@@ -8,9 +8,6 @@ ImageFolder, and for threads to the same wrapper without them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import warnings
 from collections.abc import Callable
@@ -18,16 +15,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
-from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder, write_result
+from bench.command import begin, finish, make_parser
+from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder
 from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import describe_machine
+from fastload.cli.report import figures
 
 BARE, ALONE = "ImageFolder", "wrapper"
 
@@ -88,35 +85,24 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def show(console: Console, rates: dict[str, list[float]]) -> None:
-    table = Table(
-        title=f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
-    )
-    for column in ("", "images/s", "min", "max"):
-        table.add_column(column, justify="right" if column else "left")
+    table = figures("", "images/s", "min", "max")
+    table.title = f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
     for name, made in rates.items():
         table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made))))
     console.print(table)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = make_parser(__doc__, save=True)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = parse()
-    console = Console(stderr=given.json, width=110)
+    given = parser.parse_args()
+    console = Console(width=110)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Wrapper asks the ImageFolder")
     rates: dict[str, list[float]] = {}
-    document: dict[str, Any] = {"bench": "wrappers", **describe_machine(), "load_before": os.getloadavg()}
+    document = begin("wrappers")
     photos = photo_folder(given.images)
     with serve_s3(photos.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
         turns = list(contenders(f"s3://{photos.name}/", server.options | {"endpoint_url": proxy.url}).items())
@@ -129,15 +115,7 @@ def main() -> None:
         "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
         "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
         "ratios": ratios(rates),
-        "load_after": os.getloadavg(),
     }
     for name, ratio in document["ratios"].items():
         console.print(f"{name:52}{ratio:6.2f}")
-    if given.save:
-        write_result(document)
-    if given.json:
-        print(json.dumps(document))
-
-
-if __name__ == "__main__":
-    main()
+    finish(document, save=given.save)

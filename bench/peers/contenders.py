@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "COLD",
-    "DECODE",
-    "GROWING",
-    "HEADLINE",
-    "LATER",
-    "OUTSIDE",
-    "WITH_OWN_FILES",
-    "Contender",
-]
-
 PILLOW = "Pillow-SIMD decodes the whole photo"
 WHOLE = "FFmpeg decodes the whole photo"
 THREADS = "threads, not processes"

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from bench.data import ROOT, WORKPLACE
 
-__all__ = ["SCRIPTS", "Needs", "Unavailable", "build_pillow", "is_installed", "needs", "python_of"]
-
 SCRIPTS = Path(__file__).parent / "scripts"
 WHEELS = WORKPLACE / "wheels"
 SECONDS = 900

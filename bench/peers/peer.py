@@ -22,8 +22,6 @@ from bench.data import BATCH, SIZE
 from bench.peers.contenders import WITH_OWN_FILES, Contender
 from bench.peers.environment import SCRIPTS, Unavailable, python_of
 
-__all__ = ["Peer", "Run", "connections_of", "make_own_files", "memory_of"]
-
 TO_START = 180.0
 TO_ANSWER = 180.0  # beyond the seconds of an epoch: MosaicML waits for 60 s before its first batch
 TO_END = 10.0

@@ -11,18 +11,6 @@ from typing import Any
 
 from bench.show.figures import MAIN, best_other, cases, is_ours, limits_of, median, number, rows_of
 
-__all__ = [
-    "CHARTS",
-    "Colours",
-    "Specification",
-    "draw",
-    "file_name",
-    "headline",
-    "limit_line",
-    "panel",
-    "write_both",
-]
-
 Document = dict[str, Any]
 Specification = dict[str, Any]
 

@@ -11,26 +11,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastload.cache.codecs import MODES
+from fastload.cache.codecs import CODECS
 
-__all__ = [
-    "BUSY",
-    "EPOCHS",
-    "MAIN",
-    "best_other",
-    "cases",
-    "find",
-    "is_ours",
-    "limits_of",
-    "median",
-    "number",
-    "ours_of",
-    "rows_of",
-    "short_size",
-    "spread",
-    "table",
-]
-
+MODES = tuple(mode for mode, codec in CODECS.items() if not codec.chooses)  # those that keep one form
 MAIN = "20 ms"  # the round trip by which first epochs are sorted
 BUSY = ", one core busy"  # ends the name of a case that was measured beside other load
 EPOCHS = ("first epoch", "later epochs")

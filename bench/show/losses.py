@@ -8,8 +8,6 @@ from typing import Any
 
 from bench.show.figures import MAIN, cases, find, is_ours, median, number, ours_of, rows_of, short_size
 
-__all__ = ["Loss", "losses", "paragraph"]
-
 Document = dict[str, Any]
 
 PLACES = {

@@ -9,8 +9,6 @@ from typing import Any
 from bench.show.charts import Colours, Specification, headline, limit_line, panel, write_both
 from bench.show.figures import number, table
 
-__all__ = ["DEMANDS", "MOXING", "caption", "cells", "draw", "footnotes", "headings", "markdown"]
-
 Document = dict[str, Any]
 
 MOXING = {"bytes": (619.64, 863.76), "images": (375.15, 402.57), "tfrecord": (139.06, 683.51)}  # MB/s

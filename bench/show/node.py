@@ -9,15 +9,14 @@ check is the same arithmetic for the machine that was measured on, against what 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.show.figures import MAIN, find, median, number, rows_of, table
-from fastload.cache.codecs import MODES
+from bench.command import make_parser
+from bench.show.figures import MAIN, MODES, find, median, number, rows_of, table
 from fastload.cli.plan.model import (
     NODE_REQUESTS,
     Data,
@@ -28,8 +27,6 @@ from fastload.cli.plan.model import (
     cores_left,
     predict_epoch,
 )
-
-__all__ = ["Predicted", "checks", "fit", "listing", "markdown", "predictions"]
 
 NODES = 64
 GPUS = 8
@@ -290,16 +287,10 @@ def _sentence(named: tuple[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("result", type=Path, help="a document of `python -m bench compare`")
     result = parser.parse_args().result
     try:
         print(markdown(json.loads(result.read_text())))
     except LookupError as error:
         raise SystemExit(f"{result}: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ docs/coming-from/PEER.md, so that a figure of this run has the same value everyw
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 
 import jsonschema
 
+from bench.command import make_parser
 from bench.data import RESULTS, ROOT
 from bench.show import charts, report_page, report_readme, tables
-
-__all__ = ["PEERS", "check", "include", "newest", "texts", "write"]
 
 # The pages for users of another loader: how the names of its contenders begin.
 PEERS = {
@@ -108,14 +106,10 @@ def write(result: Path, root: Path = ROOT, results: Path = RESULTS) -> list[Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("result", nargs="?", type=Path, help="default: the newest full one in bench/results")
     result = parser.parse_args().result or newest()
     if result is None:
         raise SystemExit("no full result in bench/results: run python -m bench compare")
     for path in write(result):
         print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,6 @@ from typing import Any
 from bench.show import charts, losses, node, tables
 from bench.show.figures import MAIN, best_other, median, number, ours_of, rows_of
 
-__all__ = ["markdown"]
-
 PICTURES = "../bench/results"  # from docs/
 _DECODING = "Photos in memory, decoded, cropped and resized; no loader:"
 _HANDING_OVER = "Ready samples of 224 pixels, from two workers to the training loop:"

@@ -9,8 +9,6 @@ from bench.show import charts
 from bench.show.figures import BUSY, MAIN, best_other, find, is_ours, median, number, rows_of, table
 from fastload.errors import DOCS
 
-__all__ = ["DOCS", "RAW", "SOURCE", "markdown"]
-
 # PyPI shows the README too, so its links are absolute. Its pictures are not: every checkout shows them.
 SOURCE = "https://github.com/torch-fastload/torch-fastload/blob/main/"
 RAW = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/"  # PyPI shows the README too

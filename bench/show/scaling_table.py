@@ -10,8 +10,6 @@ from typing import Any
 from bench.show.charts import Colours, Specification, headline, write_both
 from bench.show.figures import number, table
 
-__all__ = ["draw", "markdown", "speedups"]
-
 Document = dict[str, Any]
 Row = dict[str, Any]
 

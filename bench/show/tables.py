@@ -21,19 +21,6 @@ from bench.show.figures import (
     table,
 )
 
-__all__ = [
-    "beside",
-    "decoding",
-    "differences",
-    "first_epoch",
-    "growth",
-    "handing_over",
-    "later_epochs",
-    "other_load",
-    "photographs",
-    "workers",
-]
-
 Document = dict[str, Any]
 Row = dict[str, Any]
 

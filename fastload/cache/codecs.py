@@ -296,4 +296,3 @@ def _smaller_modes(raw_bytes: int, room: int) -> str:
 
 
 CODECS: dict[str, type[CacheCodec]] = {codec.mode: codec for codec in (Auto, Raw, Dct, Shrunk, Decoded)}
-MODES = tuple(mode for mode, codec in CODECS.items() if not codec.chooses)  # those that keep one form

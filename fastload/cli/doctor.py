@@ -137,16 +137,10 @@ def check_pillow(installed: Callable[[str], str | None] = _version) -> Check:
     Args:
         installed: distribution -> its version, or None where it is not installed.
     """
+    from PIL import __version__ as imported
+
     plain, simd = installed("pillow"), installed("pillow-simd")
     name = "other images"
-    try:
-        from PIL import __version__ as imported
-    except ImportError:
-        if plain or simd:
-            advice = "Pillow is installed but cannot be imported: pip install --force-reinstall pillow"
-        else:
-            advice = "Pillow is missing, so only JPEGs can be read: pip install pillow"
-        return Check(name, "warn", "Pillow missing", advice)
     running = "pillow-simd" if imported == simd else "pillow" if imported == plain else None
     version = f"{running or 'Pillow'} {imported}"
     if running == "pillow-simd":

@@ -134,11 +134,6 @@ class MeasuredReport(Report):
     versions: Annotated[dict[str, str], "package: version"] = field(default_factory=_versions)
 
 
-def describe_machine() -> dict[str, Any]:
-    """Return the keys `date`, `machine` and `versions` of a measurement."""
-    return asdict(MeasuredReport())
-
-
 @dataclass(kw_only=True)
 class MeasuredEpoch:
     """The timing of one epoch, from the call of iter() to the last batch."""

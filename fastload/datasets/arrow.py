@@ -412,7 +412,7 @@ def _has_nulls(column: Any) -> bool:
         return any(_has_nulls(field) for chunk in chunks for field in chunk.flatten())
     if isinstance(kind, pa.FixedShapeTensorType):
         return any(_has_nulls(chunk.storage) for chunk in chunks)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list(kind):
         return any(_has_nulls(chunk.flatten()) for chunk in chunks)
     return False
 

@@ -254,7 +254,7 @@ class ImageFolder(ObjectDataset):
     Args:
         url: any fsspec URL or path.
         transform: a fused transform of fastload (the image is then a uint8 tensor), or any callable on a
-            `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
+            `PIL.Image` (torchvision's convention). None: the `PIL.Image`.
         target_transform: function of the class index that returns the target, any object. None: the class
             index. `targets` and `samples` keep the index.
         keys: the samples, as "class/name.jpg" relative to `url`, in this order; one may be there twice. As in

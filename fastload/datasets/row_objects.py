@@ -59,8 +59,7 @@ class RowObjects:
         held = [each.ravel() for each in (edges, parts) if each is not None]
         file = None
         if held:
-            body = np.concatenate(held).astype(np.int64).tobytes()
-            file = SharedFile.written("fastload-objects", lambda descriptor: _write(descriptor, body))
+            file = SharedFile.of("fastload-objects", np.concatenate(held).astype(np.int64).tobytes())
         self.__setstate__((rows, tuple(forms), file))
 
     def __setstate__(self, state: tuple[int, tuple[FileForm, ...], SharedFile | None]) -> None:
@@ -159,8 +158,3 @@ class RowObjects:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowObjects:
         return self
-
-
-def _write(descriptor: int, body: bytes) -> None:
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(body)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import too_large
+from fastload.formats.pieces import too_large, varint
 
 TAIL = 64 << 10  # bytes at the end of a file among which most footers are
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -273,6 +273,8 @@ def _page(source: Any, at: int, stop: int) -> _Page:
             size *= 8
             if size > _MOST_HEADER or len(head) == stop - at:
                 raise DecodeError(f"the header of the page at byte {at:,} is cut or damaged") from None
+        except ValueError as error:
+            raise DecodeError(f"the header of the page at byte {at:,} is damaged: {error}") from None
     kind, inflated, stored = (fields.get(field) for field in (1, 2, 3))
     values = named = 0
     for field, encoding in _HEADS.items():
@@ -328,7 +330,7 @@ def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> in
 def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
     """Return (fields by number, the position behind them). IndexError: the bytes end before it does."""
     if depth > _MOST_DEPTH:
-        raise DecodeError("the header of a page is nested too deeply: it is damaged")
+        raise ValueError("it is nested too deeply")
     fields: dict[int, Any] = {}
     number = 0
     while True:
@@ -340,7 +342,7 @@ def _struct(data: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
         if head >> 4:
             number += head >> 4
         else:
-            number, at = _varint(data, at)
+            number, at = _signed(data, at)
         fields[number], at = _value(data, at, kind, depth)
 
 
@@ -350,32 +352,25 @@ def _value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int]:
     if kind == 3:
         return data[at], at + 1
     if kind in (4, 5, 6):
-        return _varint(data, at)
+        return _signed(data, at)
     if kind == 7:
         return None, at + 8
     if kind == 8:
-        size, at = _varint(data, at, signed=False)
+        size, at = varint(data, at)
         if at + size > len(data):
             raise IndexError
         return None, at + size
     if kind in (9, 10):
         head = data[at]
-        count, at = (head >> 4, at + 1) if head >> 4 < 15 else _varint(data, at + 1, signed=False)
+        count, at = (head >> 4, at + 1) if head >> 4 < 15 else varint(data, at + 1)
         for _ in range(count):
             _, at = _value(data, at, 3 if head & 15 in (1, 2) else head & 15, depth)
         return None, at
     if kind == 12:
         return _struct(data, at, depth + 1)
-    raise DecodeError(f"the header of a page is damaged: it has a field of kind {kind}")
+    raise ValueError(f"it has a field of kind {kind}")
 
 
-def _varint(data: bytes, at: int, *, signed: bool = True) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return (value >> 1 ^ -(value & 1) if signed else value), at
-        if shift > 63:
-            raise DecodeError("the header of a page is damaged: it has a number of more than 64 bits")
+def _signed(data: bytes, at: int) -> tuple[int, int]:
+    value, at = varint(data, at)
+    return value >> 1 ^ -(value & 1), at

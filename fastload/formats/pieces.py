@@ -398,6 +398,23 @@ class Splitter(ABC):
         return Record(offset, end - offset, None, error)
 
 
+def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """Return a varint and the position after it. IndexError: the bytes end before it does."""
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at + 1
+        shift += 7
+        if shift > 63:
+            raise ValueError("a varint of more than 10 bytes")
+
+
 def check_offsets(offsets: Offsets, shard_size: int, *, whole: bool) -> Offsets:
     """Raise unless the records follow one another within the shard and, with `whole`, fill it."""
     starts, sizes = offsets[:, 0], offsets[:, 1]

@@ -43,6 +43,7 @@ from fastload.formats.pieces import (
     hint,
     masked_crc,
     too_large,
+    varint,
 )
 
 HEADER = 12
@@ -284,7 +285,7 @@ def _ints(values: memoryview) -> NDArray[np.int64]:
         elif number == 1 and wire == _BYTES:
             at, stop = 0, len(content)
             while at < stop:
-                value, at = _varint(content, at)
+                value, at = varint(content, at)
                 found.append(value)
     return np.array(found, np.uint64).view(np.int64)
 
@@ -294,12 +295,12 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
     at, stop = 0, len(message)
     content: Any
     while at < stop:
-        tag, at = _varint(message, at)
+        tag, at = varint(message, at)
         wire = tag & 7
         if wire == _VARINT:
-            content, at = _varint(message, at)
+            content, at = varint(message, at)
         elif wire in (_BYTES, _FIXED32, _FIXED64):
-            size, at = _varint(message, at) if wire == _BYTES else (4 if wire == _FIXED32 else 8, at)
+            size, at = varint(message, at) if wire == _BYTES else (4 if wire == _FIXED32 else 8, at)
             if size > stop - at:
                 raise ValueError(f"a field of {size} bytes, but only {stop - at} are left")
             content = message[at : at + size]
@@ -309,23 +310,6 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
         if tag >> 3 == 0:
             raise ValueError("field number 0")
         yield tag >> 3, wire, content
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return a varint and the position after it."""
-    byte = data[at]
-    if byte < 0x80:
-        return byte, at + 1
-    value, shift = byte & 0x7F, 7
-    while True:
-        at += 1
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & 0xFFFF_FFFF_FFFF_FFFF, at + 1
-        shift += 7
-        if shift > 63:
-            raise ValueError("a varint of more than 10 bytes")
 
 
 def encode_example(features: Mapping[str, Any]) -> bytes:

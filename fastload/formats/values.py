@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import DecodeError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -62,10 +62,8 @@ def as_pil(value: Any) -> Image:
     Raises:
         DecodeError: it is none of a known format, or too large.
     """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise ArgumentError("images as PIL images need Pillow: pip install pillow") from None
+    from PIL import Image, UnidentifiedImageError
+
     try:
         image = Image.open(BytesIO(value), formats=_FORMATS)
         if image.width * image.height > _MOST_PIXELS:

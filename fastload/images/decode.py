@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import simplejpeg
 
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import DecodeError
 from fastload.formats.jpeg import (
     DCT_MAGIC,
     ROWS_MAGIC,
@@ -110,15 +110,10 @@ def decode_pil(data: Source, *, exif: bool = False) -> Image:
         exif: apply the EXIF orientation. torchvision does not, hence the default.
 
     Raises:
-        ArgumentError: Pillow is not installed.
         DecodeError: as `decode_image`.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ArgumentError(
-            "transforms on PIL images need Pillow: pip install --force-reinstall pillow"
-        ) from None
+    from PIL import Image, ImageOps
+
     opened = _open(data, MAX_PIXELS, True)
     image = Image.fromarray(_whole(*opened[:3], MAX_PIXELS, True))
     orientation = opened.turned
@@ -361,10 +356,8 @@ def decode_other(
 
 def why_not(name: str) -> str | None:
     """Return None where images of this format can be decoded here; else the reason and the remedy."""
-    try:
-        from PIL import features
-    except ImportError:
-        return f"{name} images need Pillow: pip install --force-reinstall pillow"
+    from PIL import features
+
     if name == "WEBP" and not features.check("webp"):
         return (
             "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "

@@ -1,4 +1,4 @@
-"""The kernel's Python fallback: the same functions by simplejpeg, and by Pillow or else torch for the resize.
+"""The kernel's Python fallback: the same functions by simplejpeg, and by Pillow for the resize.
 
 It runs where the installation found no C compiler or no libjpeg-turbo, and the kernel is tested against it.
 It decodes the whole image; the kernel decodes only the crop, at the smallest sufficient scale. So pixels
@@ -14,15 +14,9 @@ from typing import Any
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
+from PIL import Image
 
 from fastload.formats.jpeg import is_record
-
-Image: Any
-try:
-    from PIL import Image
-except ImportError:
-    Image = None
-
 
 Pixels = NDArray[np.uint8]
 
@@ -79,7 +73,7 @@ def crop_resize(
             if not isinstance(source, np.ndarray) or source.ndim != 3:
                 jpeg_size(source, max_pixels, strict)
                 pixels = _decode(source, strict)
-            resized = _resize(pixels, (x0, y0, x1, y1), size, clamp, max_pixels)
+            resized = _resize(pixels, (x0, y0, x1, y1), size, clamp)
         except (ValueError, MemoryError) as error:
             failures.append((row, str(error) or type(error).__name__))
             continue
@@ -149,36 +143,11 @@ def _cmyk_to_rgb(inverted: Pixels) -> Pixels:
 
 
 def _resize(
-    pixels: Pixels,
-    box: tuple[float, float, float, float],
-    size: tuple[int, int],
-    clamp: bool,
-    max_pixels: int,
+    pixels: Pixels, box: tuple[float, float, float, float], size: tuple[int, int], clamp: bool
 ) -> Pixels:
     """Resize the box of `pixels` to `size` (height, width) by an antialiased bilinear filter."""
     if clamp:
         (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])  # whole pixels, as the kernel
         pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
-    if Image is None:
-        return _resize_torch(pixels, box, size, max_pixels)
     resized = Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(resized)
-
-
-def _resize_torch(
-    pixels: Pixels, box: tuple[float, float, float, float], size: tuple[int, int], max_pixels: int
-) -> Pixels:
-    """Resize the whole image by torch, without Pillow, and cut the box from that."""
-    import torch
-
-    height, width = pixels.shape[:2]
-    down, across = size[0] / (box[3] - box[1]), size[1] / (box[2] - box[0])
-    whole = (round(height * down), round(width * across))
-    if math.prod(whole) > max_pixels:
-        raise ValueError(f"{width} x {height} is too long to resize without Pillow: pip install pillow")
-    image = torch.tensor(pixels, device="cpu").permute(2, 0, 1)[None]
-    resized = torch.nn.functional.interpolate(image, whole, mode="bilinear", antialias=True)
-    top, left = round(box[1] * down), round(box[0] * across)
-    resized = resized[0, :, top : top + size[0], left : left + size[1]]
-    cut: Pixels = resized.permute(1, 2, 0).numpy()
-    return cut

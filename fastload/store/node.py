@@ -337,22 +337,24 @@ class SharedFile:
             raise
         return cls(descriptor)
 
+    @classmethod
+    def of(cls, name: str, content: bytes) -> SharedFile:
+        """Return a file in memory with this content."""
+
+        def write(descriptor: int) -> None:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(content)
+
+        return cls.written(name, write)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedFile:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
             return _from_handle, (reduction.DupFd(self._descriptor),)
-        return _from_bytes, (self.map[:],)
+        return SharedFile.of, ("fastload-shared", self.map[:])
 
 
 def _from_handle(handle: Any) -> SharedFile:
     return SharedFile(handle.detach())
-
-
-def _from_bytes(content: bytes) -> SharedFile:
-    def write(descriptor: int) -> None:
-        with os.fdopen(descriptor, "wb", closefd=False) as file:
-            file.write(content)
-
-    return SharedFile.written("fastload-shared", write)

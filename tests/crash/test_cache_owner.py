@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, TarDataset
+from tests.storedata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    for name in ("cat", "dog"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        (tmp_path / "photos" / name / "1.jpg").write_bytes(b"\xff\xd8\xff\xd9")
-    return tmp_path / "photos"
+    return Path(write(tmp_path / "photos", dict.fromkeys(("cat/1.jpg", "dog/1.jpg"), b"\xff\xd8\xff\xd9")))
 
 
 @pytest.fixture

@@ -280,13 +280,6 @@ class PaddedWithLast(Padded):
 # --- epochs and shards
 
 
-class SameEachEpoch(Epochs):
-    """Nobody tells the sampler which epoch it is."""
-
-    def order(self, epoch: int) -> list[int]:
-        return super().order(0)
-
-
 class Shards(Epochs):
     """Each rank reads one shard: in each epoch from its first record on, and to its last."""
 

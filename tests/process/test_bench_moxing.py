@@ -1,9 +1,7 @@
-"""`python -m bench moxing`: what its rows read, and a tiny run with its table, its JSON and its chart."""
+"""`python -m bench moxing`: what its rows read, and what its table says."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,25 +31,6 @@ def test_images_and_records_are_decoded_and_bytes_are_not(tmp_path: Path) -> Non
     assert (image.shape, image.dtype) == ((3, moxing.SIZE, moxing.SIZE), torch.uint8)
     assert sum(len(batch["image"]) for batch in batches) == IMAGES
     assert batches[0]["image"].shape[1:] == image.shape and batches[0]["image"].dtype == torch.uint8
-
-
-def test_a_tiny_run_writes_the_table_and_the_chart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["moxing", "--images", str(IMAGES), "--repeats", "1", "--json", "--results", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    moxing.main()
-    said = capsys.readouterr()
-    document = json.loads(said.out.splitlines()[-1])
-    kinds = {f"{kind}, {mode}" for kind, modes in moxing.MODES.items() for mode in ("without", *modes)}
-    assert document["rates"].keys() == document["megabytes"].keys() == kinds
-    for name, rate in document["rates"].items():
-        assert document["megabytes"][name] == pytest.approx(rate * document["image_bytes"] / 1e6, rel=0.01)
-    stem = f"moxing-{document['date'][:10]}"
-    assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.json", f"{stem}.png", f"{stem}-dark.png"}
-    assert json.loads((tmp_path / f"{stem}.json").read_text()) == document
-    assert moxing_table.markdown(document) in said.err
 
 
 def test_shares_of_the_demand_are_those_of_the_row() -> None:

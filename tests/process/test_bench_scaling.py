@@ -1,19 +1,11 @@
-"""`python -m bench scaling`: MoXing's columns, and a tiny run with one and two ranks."""
+"""`python -m bench scaling`: MoXing's columns, and the runs that they need."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from bench.measure import scaling
 from bench.show import scaling_table
-from tests.patience import PATIENCE
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_moxings_columns_from_its_own_figures() -> None:
@@ -35,21 +27,3 @@ def test_the_runs_that_the_columns_need_are_added() -> None:
     assert scaling.counts([16], 8) == ([1, 8, 16], 8)
     with pytest.raises(SystemExit, match="from 1 on"):
         scaling.counts([0, 2], None)
-
-
-@pytest.mark.stress
-def test_a_tiny_run_puts_two_runs_together(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "scaling", "--ranks", "2", "--images", "48", "--epochs", "2"]
-    command += ["--batch-size", "4", "--rate", "100", "--results", str(tmp_path), "--seed", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    one, two = document["rows"]
-    assert (one["GPUs"], one["batch size"], two["GPUs"], two["batch size"]) == (1, 4, 2, 8)
-    assert two["speedup"] == pytest.approx(two["FPS"] / (2 * one["FPS"]), abs=1e-4)
-    assert two["FPS"] <= 201 and two["dist_speedup"] == 1
-    stem = f"scaling-{document['date'][:10]}"
-    assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.json", f"{stem}.png", f"{stem}-dark.png"}
-    assert scaling_table.markdown(document) in done.stdout
-    again = "python -m bench scaling --ranks 1,2 --node 2 --rate 100 --images 48 --epochs 2 --batch-size 4"
-    assert f"`{again} --workers 1 --seed 3`" in done.stdout

@@ -26,19 +26,19 @@ from fastload import (
     cached,
 )
 from fastload.cache.maintenance import measure_disk
-from fastload.cli.demo.photos import make_dataset
 from fastload.datasets import cache_forecast
 from fastload.datasets.cache_forecast import Costs, choose
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.jpeg import ROWS_MAGIC, is_dct
 from fastload.images import decode
 from fastload.metrics.machine import memory_for_pages
+from tests.bucketdata import PHOTOS
 from tests.patience import wait_until
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import FEATURES, jpeg, shard
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-N = 40
+N = PHOTOS
 
 
 # A million photos of 140 KB, all in memory.
@@ -77,18 +77,11 @@ def test_rule_weighs_room_memory_and_times(change: dict[str, Any], form: str, wo
 # --- in a loader
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    make_dataset(root, N, classes=4)
-    return root
-
-
 @pytest.fixture
-def folder(photos: Path, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
+def folder(demo_photos: Path, keep: Callable[[Any], Any]) -> Callable[..., ImageFolder]:
     def make(cache: Any, transform: Any = None, kind: Any = ImageFolder) -> Any:
         crop = transform or RandomResizedCrop(32, flip=0.5)
-        return keep(kind(str(photos), transform=crop, cache=cache))
+        return keep(kind(str(demo_photos), transform=crop, cache=cache))
 
     return make
 

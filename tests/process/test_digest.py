@@ -83,18 +83,6 @@ def close(*datasets: Any) -> None:
 # --- what does not change it
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_workers_and_executors_give_one_digest(folder: Path, ranks: int) -> None:
-    dataset = ImageFolder(str(folder), crops())
-    alone = run(dataset, seed=7)
-    assert len(alone) == 32 and alone != bytes(32)
-    assert run(dataset, ranks=ranks, seed=7) == alone
-    if ranks == 2:
-        assert run(dataset, ranks=2, num_workers=2, seed=7) == alone
-        assert run(dataset, num_workers=2, persistent_workers=True, prefetch_factor=3, seed=7) == alone
-    close(dataset)
-
-
 def test_other_place_of_the_same_objects_gives_one_digest(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other").symlink_to(folder)
     here, there = ImageFolder(str(folder), crops()), ImageFolder(f"file://{tmp_path}/other", crops())
@@ -115,21 +103,6 @@ def test_streamed_and_indexed_records_of_one_order_give_one_digest(tmp_path: Pat
         digests.append(digest_of(data, seed=3, shuffle=False))
         data.close()
     assert digests[0] == digests[1]
-
-
-def test_resume_goes_on_with_the_digest(folder: Path) -> None:
-    dataset = ImageFolder(str(folder), crops())
-    whole = ranked(dataset, 1, 0)
-    epochs_of(whole)
-    for workers in (0, 2):
-        begun = ranked(dataset, 1, 0, num_workers=2 - workers)
-        next(iter(begun))
-        again = ranked(dataset, 1, 0, num_workers=workers)
-        again.load_state_dict(begun.state_dict())
-        epochs_of(again)
-        assert again.digest() == whole.digest() != begun.digest()
-        assert prove(again.state_dict(), whole.state_dict())
-    close(dataset)
 
 
 def ranked(dataset: Any, ranks: int, rank: int, **options: Any) -> DataLoader[Any]:

@@ -34,6 +34,7 @@ from fastload.errors import ArgumentError
 from tests.commands import script
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
+from tests.storedata import write
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -405,11 +406,8 @@ def test_what_nests_too_deeply_is_refused() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    for i in range(3):
-        (tmp_path / "data" / str(i)).write_bytes(b"x" * (i + 1))
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    (tmp_path / "images" / "a" / "0.jpg").write_bytes(pillow_jpeg(scene(20, 20, 0)))
+    write(tmp_path / "data", {str(i): b"x" * (i + 1) for i in range(3)})
+    write(tmp_path / "images", {"a/0.jpg": pillow_jpeg(scene(20, 20, 0))})
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for i in range(3):
             info = tarfile.TarInfo(f"{i}.bin")

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.cli.demo.photos import make_dataset
 from fastload.datasets.cache_forecast import Forecast, Forecaster
+from tests.bucketdata import PHOTOS
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-N = 40
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("photos")
-    make_dataset(root, N, classes=4)
-    return root
+N = PHOTOS
 
 
 def folder(photos: Path, cache: Cache) -> ImageFolder:
@@ -43,9 +36,9 @@ def forecast(photos: Path, dataset: ImageFolder, tmp_path: Path) -> Forecast:
 
 
 @pytest.mark.parametrize("mode", ["raw", "dct", "shrunk", "decoded"])
-def test_is_right_about_what_a_full_cache_takes(photos: Path, tmp_path: Path, mode: Any) -> None:
-    dataset = folder(photos, Cache(tmp_path / "cache", mode, short_side=128))
-    said = forecast(photos, dataset, tmp_path)
+def test_is_right_about_what_a_full_cache_takes(demo_photos: Path, tmp_path: Path, mode: Any) -> None:
+    dataset = folder(demo_photos, Cache(tmp_path / "cache", mode, short_side=128))
+    said = forecast(demo_photos, dataset, tmp_path)
     assert said.fits and said.missing_bytes == said.total_bytes
     for _ in DataLoader(dataset, 8):
         pass
@@ -53,7 +46,7 @@ def test_is_right_about_what_a_full_cache_takes(photos: Path, tmp_path: Path, mo
     assert said.total_bytes == pytest.approx(
         dataset.cache.info()["bytes"], rel={"raw": 0.01, "dct": 0.05}.get(mode, 0.25)
     )
-    assert forecast(photos, dataset, tmp_path).missing_bytes == 0
+    assert forecast(demo_photos, dataset, tmp_path).missing_bytes == 0
     dataset.close()
 
 
@@ -67,11 +60,11 @@ def test_is_right_about_what_a_full_cache_takes(photos: Path, tmp_path: Path, mo
     ],
 )
 def test_what_does_not_fit_is_said_in_words(
-    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any, words: str
+    demo_photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any, words: str
 ) -> None:
     """Once, from this process, and the cache then takes what fits."""
     cache = Cache(tmp_path / "cache", mode, short_side=128, size_limit="200kB")
-    dataset = folder(photos, cache)
+    dataset = folder(demo_photos, cache)
     with caplog.at_level(logging.INFO, "fastload"):
         for _ in range(2):
             for _ in DataLoader(dataset, 8):
@@ -83,18 +76,18 @@ def test_what_does_not_fit_is_said_in_words(
     dataset.close()
 
 
-def test_decoded_that_does_not_fit_names_raw(photos: Path, tmp_path: Path) -> None:
-    dataset = folder(photos, Cache(tmp_path / "cache", "decoded", short_side=300, size_limit="8MB"))
-    said = forecast(photos, dataset, tmp_path)
+def test_decoded_that_does_not_fit_names_raw(demo_photos: Path, tmp_path: Path) -> None:
+    dataset = folder(demo_photos, Cache(tmp_path / "cache", "decoded", short_side=300, size_limit="8MB"))
+    said = forecast(demo_photos, dataset, tmp_path)
     assert not said.fits and "mode='raw' takes" in said.sentence
     dataset.close()
 
 
 @pytest.mark.parametrize("mode", ["raw", "decoded"])
 def test_costs_no_read_and_no_count(
-    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any
+    demo_photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any
 ) -> None:
-    dataset = folder(photos, Cache(tmp_path / "cache", mode, short_side=64))
+    dataset = folder(demo_photos, Cache(tmp_path / "cache", mode, short_side=64))
     loader = DataLoader(dataset, 8)
     with caplog.at_level(logging.INFO, "fastload"):
         for _ in loader:
@@ -111,8 +104,8 @@ def test_costs_no_read_and_no_count(
     dataset.close()
 
 
-def test_workers_say_it_once(photos: Path, tmp_path: Path) -> None:
-    dataset = folder(photos, Cache(tmp_path / "cache", size_limit="200kB"))
+def test_workers_say_it_once(demo_photos: Path, tmp_path: Path) -> None:
+    dataset = folder(demo_photos, Cache(tmp_path / "cache", size_limit="200kB"))
     handler = logging.FileHandler(tmp_path / "log")
     logging.getLogger("fastload").addHandler(handler)
     try:

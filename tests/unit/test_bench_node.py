@@ -1,4 +1,4 @@
-"""`python -m bench node` and `bench.listing`: small documents and listings, with numbers computed by hand."""
+"""`python -m bench node` and its listing server: small documents, with numbers computed by hand."""
 
 from __future__ import annotations
 

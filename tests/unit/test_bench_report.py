@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.show import charts, figures, losses, report, report_page, report_readme, tables
-from fastload.cache.codecs import MODES
+from bench.show.figures import MODES
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]

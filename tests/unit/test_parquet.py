@@ -444,11 +444,14 @@ def test_bad_row_harms_no_other_row_of_its_row_group(tmp_path: Path, mode: Any) 
         data[1]
 
 
-def test_missing_pyarrow_is_an_error_with_the_command(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [ParquetDataset, lambda url: fastload.TableDataset([{"n": 1}], "n")])
+def test_missing_pyarrow_is_an_error_with_the_command(
+    url: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "fastload.datasets.arrow", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
-        ParquetDataset(url)
+        make(url)
 
 
 def test_huge_row_group_brings_a_warning(

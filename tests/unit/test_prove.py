@@ -68,16 +68,6 @@ class Run:
         return [self.log, self.states]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_same_data_on_other_ranks_is_the_same(tmp_path: Path, ranks: int) -> None:
-    one, other = Run(tmp_path / "a"), Run(tmp_path / "b", ranks)
-    for a in one.sides():
-        for b in other.sides():
-            proof = prove(a, b)
-            assert proof and proof.same and proof.epoch is proof.step is proof.rank is proof.row is None
-            assert str(proof) == proof.why == "the same data in all 12 steps"
-
-
 @pytest.mark.parametrize(("rank", "epoch", "place"), [(0, 0, 0), (1, 0, 9), (1, 1, 23)])
 def test_first_row_that_differs_is_named(tmp_path: Path, rank: int, epoch: int, place: int) -> None:
     right, wrong = Run(tmp_path / "a", 2), Run(tmp_path / "b", 2, wrong=(rank, epoch, place))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.show.report_readme import DOCS, RAW, SOURCE
+from bench.show.report_readme import RAW, SOURCE
+from fastload.errors import DOCS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -16,15 +16,14 @@ from fastload import ByEpoch, DataLoader, ImageFolder, ObjectDataset, TarDataset
 from fastload.checks import refuse_class
 from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
+from tests.storedata import write
 
 transforms: Any = torchvision.transforms
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> str:
-    (tmp_path / "photos" / "a").mkdir(parents=True)
-    (tmp_path / "photos" / "a" / "0.jpg").write_bytes(pillow_jpeg(scene(40, 30)))
-    return str(tmp_path / "photos")
+    return write(tmp_path / "photos", {"a/0.jpg": pillow_jpeg(scene(40, 30))})
 
 
 class Blur(torch.nn.Module):

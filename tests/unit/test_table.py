@@ -7,7 +7,6 @@ import io
 import json
 import multiprocessing.context
 import pickle
-import sys
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -462,31 +461,6 @@ def test_object_of_several_rows_is_cached_once(table: Any, tmp_path: Path) -> No
     assert found.cache is not None and found.cache.info()["entries"] == N
 
 
-def test_warm_fills_the_cache_with_all_objects_of_the_samples(table: Any, tmp_path: Path) -> None:
-    found = table((IMAGE, File("other/{id}.txt")), cache=Cache(tmp_path / "cache"))
-    outcomes = [(one.sample, one.outcome) for one in found.warm([1, 2])]
-    assert sorted(outcomes) == [(1, "stored"), (1, "stored"), (2, "stored"), (2, "stored")]
-    assert found.contains(1) and found.contains(2) and not found.contains(3)
-
-
-@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
-def test_mask_keeps_its_values_in_every_cache_mode(table: Any, tmp_path: Path, mode: Any) -> None:
-    nearest = CenterCrop(16, resize=20, interpolation="nearest", channels=1)
-    transform = {"image": CenterCrop(16, resize=20), "mask": nearest}
-    fields = {"image": IMAGE, "mask": MASK}
-    found = table(fields, transform=transform, cache=Cache(tmp_path / "cache", mode, short_side=24))
-    for _ in range(2):
-        [batch] = DataLoader(found, batch_size=N)
-        for number, mask in enumerate(batch["mask"]):
-            values = set((scene(40, 32, number)[:, :, 0] // 16).reshape(-1).tolist())
-            assert set(mask.reshape(-1).tolist()) <= values
-    plain = table(fields, transform={"image": nearest}, cache=Cache(tmp_path / "other", mode))
-    if mode not in ("auto", "raw"):
-        with pytest.raises(ArgumentError, match="make a new dataset with this transform="):
-            plain.transform = transform
-    plain.transform = {"image": nearest}
-
-
 def test_values_of_several_lengths_reach_a_collate_function_of_the_user(table: Any) -> None:
     rows = [{"id": row["id"], "boxes": [[1.0, 2.0, 3.0, 4.0]] * (n % 3)} for n, row in enumerate(ROWS)]
     found = table((IMAGE, "boxes"), rows, transform=CenterCrop(8))
@@ -603,6 +577,7 @@ def test_file_without_a_column_is_refused(column: Any, message: str) -> None:
     [
         ([{"y": 1}, {"y": None}], "column 'y' of the table is null in row 1, counted from 0"),
         ([{"y": [1]}, {"y": [2, None]}], "null in row 1"),
+        (pa.table({"y": pa.array([[1], [2, None]], pa.list_view(pa.int64()))}), "null in row 1"),
         ([{"y": 1}, {"z": 1}], "row 1 of the table has no 'y': it has 'z'"),
         ([{"y": 1}, 2], "row 1 of the table must be a dict"),
         ([{"y": 1}, {"y": "a"}], "column 'y' of the table has values of no one type"),
@@ -671,9 +646,3 @@ def test_keys_without_an_object_are_refused(table: Any, keys: Any, error: Any, m
 def test_decoder_of_the_device_is_refused_in_words(table: Any) -> None:
     with pytest.raises(ArgumentError, match="found TableDataset"):
         DataLoader(table((IMAGE, "label"), transform=CenterCrop(8)), decoder="dali", batch_size=2)
-
-
-def test_missing_pyarrow_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ArgumentError, match=r"pip install 'torch-fastload\[parquet\]'"):
-        TableDataset(ROWS, "label")

@@ -166,17 +166,6 @@ def test_repr_key_and_payload_name_the_sample(tmp_path: Path) -> None:
 # --- the cache
 
 
-def test_warm_fills_the_cache_before_an_epoch(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "a.bin").write_bytes(np.arange(100, dtype="<u2").tobytes())
-    dataset = TokenDataset(str(tmp_path / "corpus"), "uint16", 8, overlap=1, cache=tmp_path / "cache")
-    every = range(len(dataset))
-    assert dataset._left_to_warm(every).requests == len(every)
-    assert {warmed.outcome for warmed in dataset.warm(every)} == {"stored"}
-    assert dataset._left_to_warm(every) == (0, 0, 0) and dataset.contains(3)
-    dataset.close()
-
-
 def test_another_block_or_version_has_other_cache_keys(tmp_path: Path) -> None:
     folder = write(tmp_path / "c")
 

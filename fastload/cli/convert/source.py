@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64
@@ -28,36 +28,9 @@ _OVERHEAD = 2048  # bytes of a sample in a shard beside its own: headers, label,
 _MIXED = 16  # shards that a shuffle reads at once
 
 
-class Source(Protocol):
-    """Where samples come from.
-
-    Attributes:
-        kind: name of the kind of data.
-        url, identity: of the store.
-        classes: class names, of a folder; or None.
-        total_bytes: of all samples, as the store has them.
-        fingerprint: another one where any object was added, removed or changed.
-        shards: how many parts there will be, where that is known; or None.
-        position: where the next part begins (JSON); None at the end.
-    """
-
-    kind: str
-    url: str
-    identity: str
-    classes: list[str] | None
-    total_bytes: int
-    fingerprint: str
-    shards: int | None
-    position: Any
-
-    def part(self) -> Iterator[Sample]:
-        """Yield the samples of the next part; `position` moves when it is through."""
-
-    def close(self) -> None:
-        """End the threads that read."""
-
-
-def open_source(url: str, kind: str, options: dict[str, Any], shard_size: int, seed: int | None) -> Source:
+def open_source(
+    url: str, kind: str, options: dict[str, Any], shard_size: int, seed: int | None
+) -> Objects | Records:
     """Open what is at `url`; kind "auto" looks at the names there.
 
     Raises:
@@ -82,10 +55,19 @@ class Packed:
 
 
 class Objects:
-    """See `Source`: a sample per object, hundreds of which are read at a time.
+    """A sample per object, hundreds of which are read at a time.
 
     Args:
         dataset: an `ObjectDataset`.
+
+    Attributes:
+        kind: name of the kind of data.
+        url, identity: of the store.
+        classes: class names, of a folder; or None.
+        total_bytes: of all samples, as the store has them.
+        fingerprint: another one where any object was added, removed or changed.
+        shards: how many parts there will be, where that is known; or None.
+        position: where the next part begins (JSON); None at the end.
     """
 
     def __init__(self, kind: str, dataset: Any, shard_size: int, seed: int | None) -> None:
@@ -129,6 +111,7 @@ class Objects:
         self._wanted = next(end for end in self._ends if end > position)
 
     def part(self) -> Iterator[Sample]:
+        """Yield the samples of the next part; `position` moves when it is through."""
         start = int(self.position)
         self._requested = max(self._requested, start)
         stop = next(end for end in self._ends if end > start)
@@ -182,8 +165,10 @@ def _fingerprint(manifest: Manifest) -> str:
 
 
 class Records:
-    """See `Source`: the records of shards, one shard after the other. To shuffle, shards are drawn at random,
-    some of them are read in turn, and their records are permuted in blocks as large as a part.
+    """The records of shards, one shard after the other. Its attributes are those of `Objects`.
+
+    To shuffle, shards are drawn at random, some of them are read in turn, and their records are permuted in
+    blocks as large as a part.
     """
 
     shards: int | None = None

@@ -39,7 +39,7 @@ class Writing:
     """Writes the missing shards, and reads all of them again.
 
     Args:
-        source: a `Source`; with a cluster, `Objects`.
+        source: `Objects` or `Records`; with a cluster, `Objects`.
         shards: what is written.
         cluster: its nodes do both, a task a CPU; None: this process does.
         bars: show how far they are.

@@ -185,7 +185,7 @@ def probe_modes(
         records, encode_cpu = timed(partial(_record, codec), payloads)
         samples = [codec.open(load(record) if codec.packs else record) for record in records]
         if not samples:
-            _record(codec, payloads[0])  # raises the reason: damage, or a format that needs Pillow
+            _record(codec, payloads[0])  # raises the reason: damage, or a format that is not decoded here
             raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
         stored = sum(map(len, records)) / len(records)
         batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
