@@ -74,7 +74,11 @@ _TIME_FIELDS = (
 )
 # FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse for a version.
 _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
-
+# Synchronous file systems whose client threads may share: without a connection (memory), by libhdfs, or by
+# httpx. Another one gets one request at a time: threads would get each other's answers (ftplib), or wait for
+# an answer that another one threw away (paramiko).
+_SHARED_BY_THREADS = frozenset(("memory", "hdfs", "hf", "webdav"))
+_SFTP_SECONDS = 60.0  # without an answer; paramiko has no limit
 
 _PASSWORD = re.compile(r"^[^/@]*:[^/@]*@")  # where a file system leaves it in its paths
 
@@ -108,8 +112,8 @@ class FsspecStore(Store):
         super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
-        # fsspec's ftp has one connection and no lock for it: threads would get each other's answers.
-        turn = threading.Lock if protocol == "ftp" else contextlib.nullcontext
+        self._takes_turns = not self._asynchronous and protocol not in _SHARED_BY_THREADS
+        turn = threading.Lock if self._takes_turns else contextlib.nullcontext
         self._turn: ProcessLocal[Any] = ProcessLocal(turn)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -224,7 +228,10 @@ class FsspecStore(Store):
         return f"{self._root}/{key}"
 
     def _build(self) -> Any:
-        return fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+        fs = fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+        if self._protocol in ("sftp", "ssh") and not self._asynchronous:
+            fs.ftp.get_channel().settimeout(_SFTP_SECONDS)
+        return fs
 
 
 def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:

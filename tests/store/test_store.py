@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -655,17 +656,20 @@ def test_threads_share_one_client(server: FaultServer, monkeypatch: pytest.Monke
     assert set(bodies) == {BODY} and where != os.getpid()
 
 
-def test_threads_take_turns_at_the_one_connection_of_ftp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("protocol", ["ftp", "sftp", "ssh", "unheard"])
+def test_threads_take_turns_at_the_one_connection_of_a_file_system(
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    both, together = threading.Barrier(2), []
+    both, together, limits = threading.Barrier(2), list[str](), list[float]()
 
     class OneConnection(fsspec.get_filesystem_class("file")):  # type: ignore[misc]
+        ftp = SimpleNamespace(get_channel=lambda: SimpleNamespace(settimeout=limits.append))
+
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
-            return path.removeprefix("ftp://host")
+            return path.removeprefix(f"{protocol}://host")
 
         def cat_file(self, path: str, **span: Any) -> Any:
             with suppress(threading.BrokenBarrierError):
@@ -673,10 +677,11 @@ def test_threads_take_turns_at_the_one_connection_of_ftp(
                 together.append(path)
             return super().cat_file(path, **span)
 
-    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "ftp", OneConnection)
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, protocol, OneConnection)
     for name in "ab":
         (tmp_path / name).write_bytes(name.encode())
-    store = open_store(f"ftp://host{tmp_path}")
+    store = open_store(f"{protocol}://host{tmp_path}")
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(store.read, "ab")) == [b"a", b"b"]
     assert not together and sizes(store) == {"a": 1, "b": 1}
+    assert bool(limits) == (protocol in ("sftp", "ssh")), "paramiko's channel has no time limit of its own"
