@@ -17,6 +17,7 @@ send no If-Match and splice ranges without one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -127,35 +128,41 @@ class FsspecStore(Store):
         return self._asynchronous
 
     def _list(self) -> Iterator[Page]:
-        with self._location.errors("list"):
+        with self._location.errors("list"), self._turn.get():
             fs, root = self._fs.get(), self._root or "/"
-            with self._turn.get():
-                there = fs.isdir(root)
-            if not there:
+            fs.invalidate_cache()  # it may keep an older listing
+            if not fs.isdir(root):
                 raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
-            page: Page = []
-            walk = fs.walk(root, detail=True, on_error="raise")
-            while (step := self._next(walk)) is not None:
-                for details in step[2].values():
-                    key = str(details["name"])[len(self._root) :].lstrip("/")
-                    if not is_part(key.rpartition("/")[2]):
-                        page.append(_info(key, details))
-                if len(page) >= _PAGE:
-                    yield page
-                    page = []
-            if page:
+        page: Page = []
+        folders = {root: None}
+        while folders:
+            folder = folders.popitem()[0]
+            for details in self._retried(functools.partial(self._entries, folder)):
+                name = str(details["name"])
+                if details["type"] == "directory":
+                    folders[name.rstrip("/")] = None
+                elif not is_part(name.rpartition("/")[2]):
+                    page.append(_info(self._key(name), details))
+            if len(page) >= _PAGE:
                 yield page
+                page = []
+        if page:
+            yield page
 
-    def _next(self, walk: Iterator[Any]) -> Any:
-        with self._turn.get():
-            return next(walk, None)
+    def _entries(self, folder: str) -> list[Mapping[str, Any]]:
+        """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
+        with self._location.errors("list", self._key(folder) or None), self._turn.get():
+            entries = self._fs.get().ls(folder, detail=True)
+        # Some name the folder itself too.
+        own = folder.strip("/")
+        return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
+
+    def _key(self, path: str) -> str:
+        return path[len(self._root) :].lstrip("/")
 
     def _folders(self) -> set[str]:
-        with self._location.errors("list"), self._turn.get():
-            entries = self._fs.get().ls(self._root or "/", detail=True)
-            names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
-            # Some name the directory itself too.
-            return {name.rpartition("/")[2] for name in names if name.strip("/") != self._root.strip("/")}
+        names = [entry["name"] for entry in self._entries(self._root or "/") if entry["type"] == "directory"]
+        return {str(name).rstrip("/").rpartition("/")[2] for name in names}
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)

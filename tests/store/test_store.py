@@ -18,6 +18,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from fastload.cli.demo.s3_server import S3Server
 from fastload.errors import (
@@ -685,3 +686,65 @@ def test_threads_take_turns_at_the_one_connection_of_a_file_system(
         assert list(pool.map(store.read, "ab")) == [b"a", b"b"]
     assert not together and sizes(store) == {"a": 1, "b": 1}
     assert bool(limits) == (protocol in ("sftp", "ssh")), "paramiko's channel has no time limit of its own"
+
+
+class Flaky(MemoryFileSystem):
+    """A file system with the objects a/1 and b/2, whose `faults` are raised at a path, one at a call."""
+
+    protocol = "flaky"
+    cachable = False
+    faults: dict[str, list[Exception]]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("flaky://").strip("/")
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._fail(path)
+        return super().info(path, **options)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self._fail(path)
+        return super().ls(path, detail, **options)
+
+    def _fail(self, path: str) -> None:
+        if self.faults.get(path):
+            raise self.faults[path].pop(0)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(Flaky, "store", {})
+    monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
+    monkeypatch.setattr(Flaky, "faults", {}, raising=False)
+    Flaky().pipe({"/r/a/1": b"1", "/r/b/2": b"2"})
+    return Flaky
+
+
+def test_a_folder_that_a_file_system_cannot_list_is_an_error_and_not_empty(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r/b": [PermissionError("/r/b")]}
+    with pytest.raises(AccessDeniedError, match="/r/b") as caught:
+        listed(open_store("flaky://r"))
+    assert caught.value.stage == "list"
+
+
+def test_a_folder_that_is_not_listed_at_once_is_asked_for_again(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r/b": [TimeoutError("no answer"), ConnectionResetError("reset")]}
+    assert set(listed(open_store("flaky://r"))) == {"a/1", "b/2"}
+
+
+def test_a_second_listing_is_no_older_one_that_the_file_system_keeps(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keeping(self: Flaky, path: str, detail: bool = True, **options: Any) -> Any:
+        if path not in self.dircache:
+            self.dircache[path] = MemoryFileSystem.ls(self, path, detail)
+        return self.dircache[path]
+
+    monkeypatch.setattr(flaky, "ls", keeping)
+    monkeypatch.setattr(flaky, "invalidate_cache", lambda self, path=None: self.dircache.clear())
+    store = open_store("flaky://r")
+    assert set(listed(store)) == {"a/1", "b/2"}
+    flaky().pipe({"/r/b/3": b"3"})
+    assert set(listed(store)) == {"a/1", "b/2", "b/3"}
