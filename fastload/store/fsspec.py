@@ -128,13 +128,9 @@ class FsspecStore(Store):
         return self._asynchronous
 
     def _list(self) -> Iterator[Page]:
-        with self._location.errors("list"), self._turn.get():
-            fs, root = self._fs.get(), self._root or "/"
-            fs.invalidate_cache()  # it may keep an older listing
-            if not fs.isdir(root):
-                raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
+        self._retried(self._check_root, patient=False)
         page: Page = []
-        folders = {root: None}
+        folders = {self._root or "/": None}
         while folders:
             folder = folders.popitem()[0]
             for details in self._retried(functools.partial(self._entries, folder)):
@@ -148,6 +144,17 @@ class FsspecStore(Store):
                 page = []
         if page:
             yield page
+
+    def _check_root(self) -> None:
+        with self._location.errors("list"), self._turn.get():
+            fs, root = self._fs.get(), self._root or "/"
+            fs.invalidate_cache()  # it may keep an older listing
+            try:
+                is_folder = fs.info(root)["type"] == "directory"
+            except FileNotFoundError:  # some know nothing of their root
+                is_folder = fs.isdir(root)
+            if not is_folder:
+                raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
 
     def _entries(self, folder: str) -> list[Mapping[str, Any]]:
         """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""

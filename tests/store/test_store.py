@@ -748,3 +748,16 @@ def test_a_second_listing_is_no_older_one_that_the_file_system_keeps(
     assert set(listed(store)) == {"a/1", "b/2"}
     flaky().pipe({"/r/b/3": b"3"})
     assert set(listed(store)) == {"a/1", "b/2", "b/3"}
+
+
+def test_a_first_contact_that_fails_is_asked_for_again(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r": [TimeoutError("no answer")]}
+    assert set(listed(open_store("flaky://r"))) == {"a/1", "b/2"}
+
+
+def test_a_first_contact_that_is_refused_is_not_taken_for_a_missing_directory(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r": [PermissionError("/r")]}
+    with pytest.raises(AccessDeniedError):
+        listed(open_store("flaky://r"))
+    with pytest.raises(NotFoundError, match="no such directory"):
+        listed(open_store("flaky://other"))
