@@ -35,8 +35,9 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.config import apply_config
+from fsspec.implementations.ftp import FTPFileSystem
 
-from fastload.errors import ArgumentError, NotFoundError, ShortReadError, StoreError
+from fastload.errors import ArgumentError, FastloadError, NotFoundError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
     PLAIN_READING,
@@ -54,6 +55,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, public_url
+from fastload.store.ftp import Ftp
 from fastload.store.node import ProcessLocal, is_part, part_name
 from fastload.store.options import public_options, secret_values
 
@@ -127,6 +129,19 @@ class FsspecStore(Store):
     def native(self) -> bool:
         return self._asynchronous
 
+    @contextlib.contextmanager
+    def _client(self, stage: str, key: str | None = None) -> Iterator[Any]:
+        """Give the file system for one request. A single connection that failed is not used again."""
+        with self._location.errors(stage, key), self._turn.get():
+            try:
+                yield self._fs.get()
+            except (FastloadError, FileNotFoundError, PermissionError):
+                raise
+            except BaseException:  # one that was interrupted has an answer on its way
+                if self._takes_turns:
+                    self._fs.drop()
+                raise
+
     def _list(self) -> Iterator[Page]:
         self._retried(self._check_root, patient=False)
         page: Page = []
@@ -146,8 +161,8 @@ class FsspecStore(Store):
             yield page
 
     def _check_root(self) -> None:
-        with self._location.errors("list"), self._turn.get():
-            fs, root = self._fs.get(), self._root or "/"
+        root = self._root or "/"
+        with self._client("list") as fs:
             fs.invalidate_cache()  # it may keep an older listing
             try:
                 is_folder = fs.info(root)["type"] == "directory"
@@ -158,8 +173,8 @@ class FsspecStore(Store):
 
     def _entries(self, folder: str) -> list[Mapping[str, Any]]:
         """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
-        with self._location.errors("list", self._key(folder) or None), self._turn.get():
-            entries = self._fs.get().ls(folder, detail=True)
+        with self._client("list", self._key(folder) or None) as fs:
+            entries = fs.ls(folder, detail=True)
         # Some name the folder itself too.
         own = folder.strip("/")
         return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
@@ -173,7 +188,7 @@ class FsspecStore(Store):
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._location.errors("get", key), self._turn.get():
+        with self._client("get", key):
             return self._stat(key, path)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
@@ -184,10 +199,10 @@ class FsspecStore(Store):
 
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
-        with self._location.errors("get", key), self._turn.get():
+        with self._client("get", key) as fs:
             if version:
                 self._check(key, path, version)
-            body: bytes = self._fs.get().cat_file(path, **span)
+            body: bytes = fs.cat_file(path, **span)
             if version:
                 self._check(key, path, version)
             if span and size is not None and len(body) < size:
@@ -197,8 +212,7 @@ class FsspecStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
-        with self._location.errors("put", key), self._turn.get():
-            fs = self._fs.get()
+        with self._client("put", key) as fs:
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:
                 # Object stores (renaming would be a copy), and memory. A file of theirs that is closed by an
@@ -242,7 +256,10 @@ class FsspecStore(Store):
         return f"{self._root}/{key}"
 
     def _build(self) -> Any:
-        fs = fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+        cls = fsspec.get_filesystem_class(self._protocol)
+        if cls is FTPFileSystem:
+            cls = Ftp
+        fs = cls(skip_instance_cache=True, **self._arguments)
         if self._protocol in ("sftp", "ssh") and not self._asynchronous:
             fs.ftp.get_channel().settimeout(_SFTP_SECONDS)
         return fs

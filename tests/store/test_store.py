@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ftplib
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -761,3 +762,74 @@ def test_a_first_contact_that_is_refused_is_not_taken_for_a_missing_directory(fl
         listed(open_store("flaky://r"))
     with pytest.raises(NotFoundError, match="no such directory"):
         listed(open_store("flaky://other"))
+
+
+@pytest.mark.parametrize("lost", [OSError("Socket is closed"), EOFError(), BrokenPipeError("broken pipe")])
+def test_a_connection_that_is_lost_is_replaced_by_a_new_one(
+    lost: Exception, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Flaky] = []
+
+    def read(self: Flaky, path: str, **span: Any) -> Any:
+        used.append(self)
+        if self is used[0]:
+            raise lost
+        return MemoryFileSystem.cat_file(self, path, **span)
+
+    monkeypatch.setattr(flaky, "cat_file", read)
+    assert open_store("flaky://r").read("a/1") == b"1" and len(used) == 2
+
+
+class ScriptedFtp(ftplib.FTP):
+    """A client of FTP without a server. `refused` are the server's words to a command, one at a time."""
+
+    bodies: ClassVar[dict[str, bytes]] = {
+        "MLSD /": b"type=dir; r\r\n",
+        "MLSD /r": b"type=dir; a\r\ntype=dir; b\r\n",
+        "MLSD /r/a": b"type=file;size=1;modify=20240101000000; 1\r\n",
+        "MLSD /r/b": b"type=file;size=1;modify=20240101000000; 2\r\n",
+        "RETR /r/a/1": b"1",
+    }
+    refused: ClassVar[dict[str, list[str]]] = {}
+
+    def connect(self, *arguments: Any, **options: Any) -> str:
+        return "220 welcome"
+
+    def putcmd(self, line: str) -> None:
+        self._line = line
+
+    def getmultiline(self) -> str:
+        refused = self.refused.get(self._line)
+        return refused.pop(0) if refused else "226 done"
+
+    def ntransfercmd(self, cmd: str, rest: Any = None) -> Any:
+        self.sendcmd(cmd)
+        here, there = socket.socketpair()
+        with there:
+            there.sendall(self.bodies[cmd])
+        return here, None
+
+
+@pytest.fixture
+def ftp(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedFtp]:
+    monkeypatch.setattr("fsspec.implementations.ftp.FTP", ScriptedFtp)
+    monkeypatch.setattr(ScriptedFtp, "refused", {})
+    return ScriptedFtp
+
+
+@pytest.mark.parametrize("command", ["USER me", "MLSD /", "MLSD /r", "MLSD /r/b", "RETR /r/a/1"])
+def test_a_busy_ftp_server_is_asked_again(command: str, ftp: type[ScriptedFtp]) -> None:
+    ftp.refused = {command: ["425 busy", "450 busy"]}
+    store = open_store("ftp://me@host/r")
+    found = listed(store)
+    assert set(found) == {"a/1", "b/2"}
+    assert store.read("a/1", found["a/1"].version) == b"1"
+
+
+def test_what_an_ftp_server_refuses_is_neither_missing_nor_empty(ftp: type[ScriptedFtp]) -> None:
+    ftp.refused = {"MLSD /r/b": ["550 no"], "LIST /r/b": ["550 no"]}
+    with pytest.raises(StoreError, match="does not list the folder '/r/b'"):
+        listed(open_store("ftp://host/r"))
+    ftp.refused = {"USER me": ["530 no"]}
+    with pytest.raises(AccessDeniedError, match="530 no"):
+        listed(open_store("ftp://me@host/r"))
