@@ -174,10 +174,24 @@ class FsspecStore(Store):
     def _entries(self, folder: str) -> list[Mapping[str, Any]]:
         """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
         with self._client("list", self._key(folder) or None) as fs:
-            entries = fs.ls(folder, detail=True)
+            entries = [self._followed(each) for each in fs.ls(folder, detail=True)]
         # Some name the folder itself too.
         own = folder.strip("/")
         return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
+
+    def _followed(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the file that a link leads to, under the link's name: sftp lists links as such."""
+        if entry["type"] != "link":
+            return entry
+        try:
+            details = self._fs.get().info(entry["name"])
+        except FileNotFoundError:
+            raise NotFoundError(f"{entry['name']!r} is a link to a file that is not there: remove it") from None
+        if details["type"] == "directory":
+            raise StoreError(
+                f"{entry['name']!r} is a link to a folder, which is not followed: put the folder itself there"
+            )
+        return {**details, "name": entry["name"]}
 
     def _key(self, path: str) -> str:
         return path[len(self._root) :].lstrip("/")

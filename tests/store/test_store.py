@@ -833,3 +833,23 @@ def test_what_an_ftp_server_refuses_is_neither_missing_nor_empty(ftp: type[Scrip
     ftp.refused = {"USER me": ["530 no"]}
     with pytest.raises(AccessDeniedError, match="530 no"):
         listed(open_store("ftp://me@host/r"))
+
+
+def test_a_link_that_a_file_system_lists_as_such_is_the_file_that_it_leads_to(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linked(self: Flaky, path: str, detail: bool = True, **options: Any) -> Any:
+        entries = MemoryFileSystem.ls(self, path, detail)
+        return [{**entry, "type": "link", "size": 4} if entry["name"] == link else entry for entry in entries]
+
+    monkeypatch.setattr(flaky, "ls", linked)
+    link = "/r/b/2"
+    store = open_store("flaky://r")
+    info = listed(store)["b/2"]
+    assert info.size == 1 and info == store.head("b/2")
+    flaky.faults = {link: [FileNotFoundError(link)]}
+    with pytest.raises(NotFoundError, match="'/r/b/2' is a link to a file that is not there"):
+        listed(store)
+    link = "/r/b"
+    with pytest.raises(StoreError, match="'/r/b' is a link to a folder"):
+        listed(store)
