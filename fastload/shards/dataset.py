@@ -100,7 +100,7 @@ class ShardDataset(StoreDataset):
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
         if form.index_files is not None:
-            for shard, table in self._shards.indexes(index, form.index_files.parse).items():
+            for shard, table in self._shards.indexes(index, form.index_files).items():
                 self._index.add(shard, table)
         if read_index is not None:
             read_index(self._shards, self._index)
