@@ -105,8 +105,16 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "root" / "fifo")
     Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
     store = open_store(tmp_path / "root")
-    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3}
+    link = len(str(tmp_path / "nowhere"))
+    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link}
     assert store.read("latin\udce9") == b"333"
+    info = listed(store)["dangling"]
+    with pytest.raises(NotFoundError, match="link to a file that is not there"):
+        store.read("dangling", info.version, info.size)
+    (tmp_path / "nowhere").write_bytes(b"there again")
+    with pytest.raises(ObjectChangedError):
+        store.read("dangling", info.version, info.size)
+    assert listed(store)["dangling"].size == 11
 
 
 # --- Listing ------------------------------------------------------------------------------------------------
