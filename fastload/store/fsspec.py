@@ -491,6 +491,10 @@ class S3fsStore(Store):
                     "leave client= out, or use a server with ranges",
                     key=key,
                 )
+            if "Range" in request and "ContentRange" in answer:
+                start = request["Range"].replace("=", " ").partition("-")[0]
+                if answer["ContentRange"].partition("-")[0] != start:
+                    raise ShortReadError("the server answered with another range than was asked for", key=key)
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
                 check_end(key, stop, whole)

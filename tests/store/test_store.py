@@ -697,6 +697,21 @@ def test_threads_take_turns_at_the_one_connection_of_a_file_system(
     assert bool(limits) == (protocol in ("sftp", "ssh")), "paramiko's channel has no time limit of its own"
 
 
+def test_s3fs_asks_again_where_a_server_answers_another_range(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.objects["x"] = b"0123456789"
+    get, asked = s3fs_store._get, list[str]()
+
+    async def aligned(fs: Any, request: Any) -> Any:
+        asked.append(request["Range"])
+        return await get(fs, {**request, "Range": "bytes=0-3"} if len(asked) == 1 else request)
+
+    monkeypatch.setattr(s3fs_store, "_get", aligned)
+    store = open_store("s3://bucket", client="s3fs", **server.options)
+    assert store.read_range("x", 4, 8) == b"4567" and server.count("x") == 2
+
+
 class Flaky(MemoryFileSystem):
     """A file system with the objects a/1 and b/2, whose `faults` are raised at a path, one at a call."""
 
