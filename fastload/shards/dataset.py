@@ -303,8 +303,9 @@ class ShardDataset(StoreDataset):
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._index.record_id(index) for index in some]
             sound = [record for record in records if self._index.fault(record) is None]
+            was_open = self.cache._is_open  # by another dataset, which may be reading
             absent = sum(not self.cache.has(self._cache_key(record)) for record in sound)
-            if self._prefetchers.peek() is None and not self._here.get().streams:
+            if not was_open and self._prefetchers.peek() is None and not self._here.get().streams:
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):
                 return True
