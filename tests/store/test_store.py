@@ -453,6 +453,8 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
         "[other]\naws_access_key_id = other-key\naws_secret_access_key = other-secret\n"
         "aws_session_token = t\n"
         "[role]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = default\n"
+        "[own-role]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = own-role\n"
+        "aws_access_key_id = source-key\naws_secret_access_key = source-secret\n"
     )
     (tmp_path / "config").write_text(
         "[profile other]\nregion = eu-west-1\nendpoint_url = http://minio:9000\n"
@@ -469,6 +471,8 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found(profile="other") == ("other-key", "t", "eu-west-1")
     assert options.s3({"profile": "other"}, "b").client_options == {"allow_http": True}
     assert options.s3({"profile": "role"}, "b").profile == "role"
+    assert options.s3({"profile": "own-role"}, "b").profile == "own-role"
+    assert found(profile="own-role")[0] is None, "boto assumes the role; the keys are what it does that with"
     monkeypatch.setenv("AWS_PROFILE", "other")
     assert found() == ("other-key", "t", "eu-west-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "env-key")
@@ -476,6 +480,7 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("AWS_SESSION_TOKEN", "env-token")
     monkeypatch.setenv("AWS_REGION", "ap-south-1")
     assert found() == ("env-key", "env-token", "ap-south-1")
+    assert found(profile=None)[0] == "env-key"
     assert found(profile="other", region="x") == ("other-key", "t", "x")
     assert found(key="k", secret="s") == ("k", None, "ap-south-1")
     assert found(key="k", secret="s", token="t", client_kwargs={"region_name": "r"}) == ("k", "t", "r")
