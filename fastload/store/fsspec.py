@@ -433,8 +433,7 @@ class S3fsStore(Store):
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
         # An answer at once or not at all: the pages themselves may take their time.
         contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
-        with self._location.errors("list"):
-            self._call("list_objects_v2", contact, _CONTACT_SECONDS)
+        self._contact(lambda: self._page(contact, _CONTACT_SECONDS))
         for answer in self._pages(request):
             entries = answer.get("Contents", ())
             objects = [entry for entry in entries if entry["Size"] or not entry["Key"].endswith("/")]
@@ -458,9 +457,9 @@ class S3fsStore(Store):
                 return
             asked["ContinuationToken"] = answer["NextContinuationToken"]
 
-    def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _page(self, request: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
         with self._location.errors("list"):
-            return self._call("list_objects_v2", request)
+            return self._call("list_objects_v2", request, timeout)
 
     def _head(self, key: str) -> ObjectInfo:
         with self._location.errors("get", key):

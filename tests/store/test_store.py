@@ -488,6 +488,23 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert options.s3({"anon": True}, "bucket").credentials is None
 
 
+@clients
+def test_a_listing_gets_new_credentials_from_their_source(
+    client: dict[str, Any], server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    store = None
+    for token in ("first-token", "second-token"):
+        server.token = token
+        (tmp_path / "credentials").write_text(
+            "[default]\naws_access_key_id = kkkkkk\naws_secret_access_key = ssssss\n"
+            f"aws_session_token = {token}\n"
+        )
+        store = store or open_store("s3://bucket", endpoint_url=server.endpoint_url, **client)
+        assert set(listed(store)) == set(server.objects)
+        assert bytes(store.read(KEY)) == BODY
+
+
 def test_given_keys_are_not_sent_with_the_environments_token(
     server: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
