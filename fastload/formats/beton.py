@@ -143,8 +143,8 @@ def parts_of(header: BetonHeader, row_bytes: int, allocated: memoryview) -> NDAr
     A sample without parts has the offset of its row and no bytes.
 
     Raises:
-        DecodeError: the allocation table points outside of the pages, over several pages for one sample, or to
-            one place for two of them.
+        DecodeError: the allocation table points outside of the pages, over several pages for one sample, or
+            to one place for two of them.
     """
     table = np.frombuffer(allocated, _ALLOCATED, len(allocated) // _ALLOCATED.itemsize)
     table = table[table["size"] > 0]  # an empty part has the offset of the next sample's

@@ -33,7 +33,7 @@ _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
-_TAIL = 8 << 10  # bytes behind the last sample of an index file: headers of what is no sample, or an empty block
+_TAIL = 8 << 10  # bytes behind the last sample of an index file, where the shard should be over
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 T = TypeVar("T")
 _GLOB = re.compile(r"[*?\[\]{}]")
@@ -203,8 +203,8 @@ class ShardList:
             tail = self.store.read_range(key, end, min(end + _TAIL, size), version)
             if not files.is_over(memoryview(tail), size - end):
                 raise DecodeError(
-                    f"the index ends at byte {end:,}, and more samples follow: the shard was written again or "
-                    "appended to; write its index again"
+                    f"the index ends at byte {end:,}, and more samples follow: the shard was written again "
+                    "or appended to; write its index again"
                 )
         return offsets
 

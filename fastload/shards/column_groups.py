@@ -236,7 +236,8 @@ def _loaded(payload: Any, schema: Any, rows: int) -> Any:
     """
     try:
         messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(payload)))
-        if [message.type for message in messages] != ["schema", "record batch"] or _is_compressed(messages[1]):
+        types = [message.type for message in messages]
+        if types != ["schema", "record batch"] or _is_compressed(messages[1]):
             raise DecodeError("a row group in the cache is not one plain batch, as fastload writes it")
         own_schema = pa.ipc.read_schema(messages[0])
         if _types(own_schema) != _types(_plain(schema)):

@@ -186,7 +186,9 @@ class FsspecStore(Store):
         try:
             details = self._fs.get().info(entry["name"])
         except FileNotFoundError:
-            raise NotFoundError(f"{entry['name']!r} is a link to a file that is not there: remove it") from None
+            raise NotFoundError(
+                f"{entry['name']!r} is a link to a file that is not there: remove it"
+            ) from None
         if details["type"] == "directory":
             raise StoreError(
                 f"{entry['name']!r} is a link to a folder, which is not followed: put the folder itself there"

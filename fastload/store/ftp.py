@@ -1,7 +1,7 @@
 """fsspec's file system of `ftp://`, without its silent answers.
 
-Where a server is busy, or refuses to list a folder, fsspec's says that there is no such file, or that the folder
-is empty.
+Where a server is busy, or refuses to list a folder, fsspec's says that there is no such file, or that the
+folder is empty.
 """
 
 from __future__ import annotations

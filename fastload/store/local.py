@@ -92,14 +92,12 @@ class LocalStore(Store):
                 key = f"{below}{entry.name}"
                 if entry.is_dir():
                     directories.append(f"{key}/")
-                elif not is_part(entry.name) and entry.is_file():
+                elif not is_part(entry.name) and (entry.is_file() or _leads_nowhere(entry)):
                     try:
-                        info = _info(key, entry.stat())
+                        info = _info(key, entry.stat(follow_symlinks=entry.is_file()))
                     except FileNotFoundError:  # deleted, or renamed, since the directory was read
                         continue
                     yield info
-                elif not is_part(entry.name) and entry.is_symlink() and not os.path.exists(entry.path):  # noqa: PTH110
-                    yield _info(key, entry.stat(follow_symlinks=False))  # as in torchvision, its read fails
         for name in directories:
             yield from self._walk(name, parents | {identity})
 
@@ -154,6 +152,11 @@ def _bucket_meant(url: str | os.PathLike[str]) -> str:
     if "://" in text or "/" not in text or text.startswith(("/", ".", "~")):
         return ""
     return f" (is it s3://{text}?)"
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Return whether it is a link to nothing. It is listed, as torchvision does, and its read fails."""
+    return entry.is_symlink() and not Path(entry).exists()
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
