@@ -145,7 +145,7 @@ class _Files:
         except NotFoundError:
             return False
         try:
-            self.form.index_files.parse(body, self.shards[shard].size)
+            self.shards.records_in(shard, body, self.form.index_files)
         except DecodeError as error:
             raise DecodeError(
                 f"{self._name(shard)!r} is not its index, and only --refresh overwrites it: {error.message}"

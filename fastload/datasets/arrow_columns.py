@@ -59,29 +59,30 @@ def column_form(name: str, kind: Any) -> Form:
     )
 
 
+def check_column(name: str, column: Any) -> None:
+    """Raise DecodeError for a `pyarrow.Array` with a text that is not UTF-8, or whose memory is damaged."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise DecodeError(
+            f"column {name!r} is damaged, or has a text that is not UTF-8 ({error}): write it as binary, "
+            "or leave it out with fields="
+        ) from None
+
+
 def make_chunk(columns: Mapping[str, Any], forms: Mapping[str, Form], *, packed: bool) -> Chunk:
     """Return rows by column.
 
     Args:
-        columns: `pyarrow.Array`s.
+        columns: `pyarrow.Array`s that `check_column` takes.
         forms: of the columns, by name.
         packed: numbers of one dtype are laid row by row, in new memory: many columns of many rows are taken
             so in a fraction of the time.
-
-    Raises:
-        DecodeError: a text is not UTF-8, or the memory of a column is damaged.
     """
     chunk = Chunk([], {}, {}, {}, [], 0)
     nbytes = 0
     for name, form in forms.items():
         column = decoded(columns[name])
-        try:
-            column.validate(full=form.dtype is None or form.jagged)
-        except pa.ArrowInvalid as error:
-            raise DecodeError(
-                f"column {name!r} is damaged, or has a text that is not UTF-8 ({error}): write it as binary, "
-                "or leave it out with fields="
-            ) from None
         if form.dtype is None:
             chunk.texts[name] = column
             nbytes += column.nbytes
@@ -223,6 +224,8 @@ class OneChunk:
 
     @functools.cached_property
     def _chunk(self) -> Chunk:
+        for name, column in self._columns.items():
+            check_column(name, column)
         return make_chunk(self._columns, self.forms, packed=False)
 
     def why_not(self, fault: Fault) -> str:

@@ -125,6 +125,8 @@ class ObjectSource(Source):
         size = self.size(index)
         if size < self._settings.large_object or not (self.store.native and self.store.has_ranges):
             return []
+        if not self._version(index):  # ranges of two versions could not be told apart
+            return []
         return plan_ranges(size, self._settings.range_size)
 
     def read(self, index: int, wait: Wait) -> Buffer:

@@ -143,9 +143,11 @@ def parts_of(header: BetonHeader, row_bytes: int, allocated: memoryview) -> NDAr
     A sample without parts has the offset of its row and no bytes.
 
     Raises:
-        DecodeError: the allocation table points outside of the pages, or over several pages for one sample.
+        DecodeError: the allocation table points outside of the pages, over several pages for one sample, or
+            to one place for two of them.
     """
     table = np.frombuffer(allocated, _ALLOCATED, len(allocated) // _ALLOCATED.itemsize)
+    table = table[table["size"] > 0]  # an empty part has the offset of the next sample's
     samples, starts, sizes = table["sample"], table["offset"], table["size"]
     first = header.rows + header.samples * row_bytes
     last = np.uint64(header.allocation)
@@ -160,6 +162,8 @@ def parts_of(header: BetonHeader, row_bytes: int, allocated: memoryview) -> NDAr
     np.maximum.at(end, samples.astype(np.int64), starts + sizes)
     none = end == 0
     begin[none] = end[none] = header.rows + np.flatnonzero(none).astype(np.uint64) * np.uint64(row_bytes)
+    if len(np.unique(begin)) < len(begin):  # a cache knows a sample by its offset
+        raise DecodeError("two samples of the .beton begin at one offset: the file is damaged")
     if len(table) and int((end - begin).max()) > header.page:
         raise DecodeError("the parts of a sample lie in several pages of the .beton: the file is damaged")
     return np.stack([begin, end - begin], axis=1)

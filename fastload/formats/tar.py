@@ -160,6 +160,29 @@ def sample_name(name: str) -> tuple[str, str]:
     return match[1], match[2].lower()
 
 
+def is_over(tail: memoryview, left: int) -> bool:
+    """Return whether a shard has no further sample.
+
+    Args:
+        tail: the bytes behind a sample, all of them or the first ones.
+        left: how many there are.
+
+    Raises:
+        DecodeError: they are no tar.
+    """
+    at = 0
+    while at + BLOCK <= len(tail):
+        member = _parse(tail, at)
+        if not isinstance(member, _Member):  # its headers are longer than what is here
+            return False
+        if member.end == at:
+            return True
+        if not member.skipped and sample_name(member.name)[0]:
+            return False
+        at = member.end
+    return at >= left
+
+
 class Member(NamedTuple):
     """A member of a sample: its whole name, its extension, and where its content lies in the record."""
 

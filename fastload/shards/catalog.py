@@ -20,7 +20,7 @@ from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_large
 from fastload.formats.tar import parse_wids
-from fastload.shards.formats import FORMATS, ShardFormat, format_of_index
+from fastload.shards.formats import FORMATS, IndexFiles, ShardFormat, format_of_index
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
 from fastload.shards.names import Named, check_name, is_index, listed_url, resolve
 from fastload.shards.reader import Shard, naming, read_in_turn
@@ -33,6 +33,7 @@ _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
+_TAIL = 8 << 10  # bytes behind the last sample of an index file, where the shard should be over
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 T = TypeVar("T")
 _GLOB = re.compile(r"[*?\[\]{}]")
@@ -138,14 +139,14 @@ class ShardList:
         return [self[shard].size for shard in range(len(self))]
 
     def indexes(
-        self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Offsets]
+        self, index: str | os.PathLike[str] | bool | None, files: IndexFiles
     ) -> dict[int, RecordOffsets]:
         """Return shard -> the records in its index file, without compressed shards and those without one.
 
         Args:
             index: a URL below which the index files are; None: beside the shards, if there are any; False:
                 do not look.
-            parse: (bytes of an index file, size of the shard) -> the offsets and sizes of its records.
+            files: how they are read.
 
         Raises:
             ArgumentError: `index` names files that do not belong to these shards.
@@ -167,18 +168,45 @@ class ShardList:
         bodies = _read_all(
             store, [(manifest.key(row), manifest.version(row), manifest.size(row)) for row in found.values()]
         )
-        indexes = {}
-        for (shard, row), body in zip(found.items(), bodies, strict=True):
+
+        def offsets_or_error(shard: int, body: bytes) -> Offsets | DecodeError:
             try:
-                indexes[shard] = RecordOffsets(parse(body, self[shard].size), {}, compressed=False)
+                return self.records_in(shard, body, files)
             except DecodeError as error:
-                text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
+                return error
+
+        with ThreadPoolExecutor(_READS) as pool:
+            outcomes = list(pool.map(offsets_or_error, found, bodies))
+        indexes = {}
+        for (shard, row), outcome in zip(found.items(), outcomes, strict=True):
+            if isinstance(outcome, DecodeError):
+                text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {outcome.message}"
                 if index is not None:
-                    raise ArgumentError(text) from None
+                    raise ArgumentError(text)
                 _log.warning("%s; the file is not used", text)
+            else:
+                indexes[shard] = RecordOffsets(outcome, {}, compressed=False)
         if index not in (None, True) and not indexes:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
         return indexes
+
+    def records_in(self, shard: int, body: bytes, files: IndexFiles) -> Offsets:
+        """Return the records that an index file has of a shard.
+
+        Raises:
+            DecodeError: it is of another shard, or of an older, shorter one.
+        """
+        key, size, version, _ = self[shard]
+        offsets = files.parse(body, size)
+        end = int(offsets[-1].sum()) if len(offsets) else 0
+        if end < size and self.store.has_ranges:  # without these, the tail would cost the whole shard
+            tail = self.store.read_range(key, end, min(end + _TAIL, size), version)
+            if not files.is_over(memoryview(tail), size - end):
+                raise DecodeError(
+                    f"the index ends at byte {end:,}, and more samples follow: the shard was written again "
+                    "or appended to; write its index again"
+                )
+        return offsets
 
     def heads(self, shards: Sequence[int], most: int) -> list[bytes]:
         """Return the first `most` bytes of each of these shards, by one request each."""

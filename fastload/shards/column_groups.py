@@ -9,6 +9,7 @@ The cache keeps all rows of a row group, whatever `filters=` leaves out, and onl
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.cache import Cache
-from fastload.datasets.arrow_columns import column_form, make_chunk
+from fastload.datasets.arrow_columns import check_column, column_form, make_chunk
 from fastload.datasets.columns import Chunk, Fault, Form, Forms, Rows
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
@@ -186,8 +187,9 @@ class ColumnGroups(Prefetcher):
 
     def _read(self, number: int) -> Any:
         """Return the samples of a row group as a table."""
-        table = _loaded(super()._get(number), self._schema)
-        _, places = self._groups.places(*self._groups.where(number))
+        shard, group = self._groups.where(number)
+        table = _loaded(super()._get(number), self._schema, self._groups.rows_of(shard, group))
+        _, places = self._groups.places(shard, group)
         return table if len(places) == len(table) else table.take(pa.array(places))
 
     def _hold(self, number: int, chunk: Chunk) -> None:
@@ -215,28 +217,65 @@ class ColumnGroups(Prefetcher):
 
 
 def _dumped(table: Any) -> memoryview:
-    """Return a table as Arrow's IPC stream, of one batch."""
+    """Return a table as Arrow's IPC stream, of one batch without dictionaries."""
     sink = pa.BufferOutputStream()
-    table = table.replace_schema_metadata(None).combine_chunks()
+    table = table.replace_schema_metadata(None).cast(_plain(table.schema)).combine_chunks()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return memoryview(sink.getvalue())
 
 
-def _loaded(payload: Any, schema: Any) -> Any:
+def _loaded(payload: Any, schema: Any, rows: int) -> Any:
     """Return what `_dumped` wrote, over the same memory.
 
+    Anybody may have published it, and pyarrow follows offsets wherever they lead: nothing is inflated, joined
+    or used before it was checked.
+
     Raises:
-        DecodeError: it is of other columns, or damaged.
+        DecodeError: it is of other columns or rows, or damaged; or a text is not UTF-8.
     """
     try:
-        with pa.ipc.open_stream(pa.py_buffer(payload)) as stream:
-            if _types(stream.schema) != _types(schema):
-                raise DecodeError(f"a row group in the cache has the columns {stream.schema.names}")
-            return stream.read_all()
-    except (pa.ArrowException, OSError, ValueError) as error:
+        messages = list(pa.ipc.MessageReader.open_stream(pa.py_buffer(payload)))
+        types = [message.type for message in messages]
+        if types != ["schema", "record batch"] or _is_compressed(messages[1]):
+            raise DecodeError("a row group in the cache is not one plain batch, as fastload writes it")
+        own_schema = pa.ipc.read_schema(messages[0])
+        if _types(own_schema) != _types(_plain(schema)):
+            raise DecodeError(f"a row group in the cache has the columns {own_schema.names}")
+        batch = pa.ipc.read_record_batch(messages[1], own_schema)
+    except (pa.ArrowException, OSError, ValueError, struct.error) as error:
         raise DecodeError(f"a row group in the cache cannot be read: {error}") from error
+    if batch.num_rows != rows:
+        raise DecodeError(f"a row group in the cache has {batch.num_rows:,} rows, not {rows:,}")
+    for name, column in zip(own_schema.names, batch.columns, strict=True):
+        check_column(name, column)
+    return pa.Table.from_batches([batch])
+
+
+def _plain(schema: Any) -> Any:
+    """Return a schema with dictionaries as what they stand for."""
+    return pa.schema(
+        [
+            field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+            for field in schema
+        ]
+    )
 
 
 def _types(schema: Any) -> list[tuple[str, Any]]:
     return [(field.name, field.type) for field in schema]
+
+
+def _is_compressed(batch: Any) -> bool:
+    """Return whether a message has compressed buffers, which pyarrow would inflate to any size."""
+    data = memoryview(batch.metadata)
+
+    def place_of(table: int, field: int) -> int:  # in a table of flatbuffers; 0: it has no such field
+        (back,), entry = struct.unpack_from("<i", data, table), 4 + 2 * field
+        (entries,) = struct.unpack_from("<H", data, table - back)
+        (offset,) = struct.unpack_from("<H", data, table - back + entry) if entry < entries else (0,)
+        return table + offset if offset else 0
+
+    header = place_of(*struct.unpack_from("<I", data), 2)  # Message.header
+    (start,) = struct.unpack_from("<I", data, header)
+    return place_of(header + start, 3) > 0  # RecordBatch.compression

@@ -100,7 +100,7 @@ class ShardDataset(StoreDataset):
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why
         self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
         if form.index_files is not None:
-            for shard, table in self._shards.indexes(index, form.index_files.parse).items():
+            for shard, table in self._shards.indexes(index, form.index_files).items():
                 self._index.add(shard, table)
         if read_index is not None:
             read_index(self._shards, self._index)
@@ -303,8 +303,9 @@ class ShardDataset(StoreDataset):
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._index.record_id(index) for index in some]
             sound = [record for record in records if self._index.fault(record) is None]
+            was_open = self.cache._is_open  # by another dataset, which may be reading
             absent = sum(not self.cache.has(self._cache_key(record)) for record in sound)
-            if self._prefetchers.peek() is None and not self._here.get().streams:
+            if not was_open and self._prefetchers.peek() is None and not self._here.get().streams:
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):
                 return True

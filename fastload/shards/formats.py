@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fastload.formats.mds import OffsetSplitter
 from fastload.formats.pieces import Offsets, Record, Splitter
-from fastload.formats.tar import TarSplitter, parse_wds_index, read_members, read_sample, wds_index
+from fastload.formats.tar import TarSplitter, is_over, parse_wds_index, read_members, read_sample, wds_index
 from fastload.formats.tfrecord import (
     TFRecordSplitter,
     parse_tfrecord_index,
@@ -38,11 +38,14 @@ class IndexFiles(NamedTuple):
         DecodeError where it is not the index of this shard.
     entry: a record -> what the file says of it.
     write: the entries of all records -> the bytes of the file.
+    is_over: (bytes behind the last record of a file, how many there are in the shard) -> whether no further
+        record follows. Not called where the last record ends the shard.
     """
 
     parse: Callable[[bytes, int], Offsets]
     entry: Callable[[Record], Any]
     write: Callable[[list[Any]], bytes]
+    is_over: Callable[[memoryview, int], bool]
 
 
 def _same(record: memoryview) -> memoryview:
@@ -129,6 +132,10 @@ def _tfrecord_entry(record: Record) -> tuple[int, int]:
     return record.offset, record.size
 
 
+def _never_over(tail: memoryview, left: int) -> bool:
+    return False  # an index has the records up to the end of the file
+
+
 def _tfrecord_fields(payload: memoryview) -> dict[str, Any]:
     """Return the features that are one byte string."""
     features = read_example(payload).items()
@@ -147,7 +154,7 @@ TAR = ShardFormat(
     title="a tar",
     split=TarSplitter,
     read_fields=_tar_fields,
-    index_files=IndexFiles(parse_wds_index, _tar_entry, wds_index),
+    index_files=IndexFiles(parse_wds_index, _tar_entry, wds_index, is_over),
     compressed=None,
     listed_in="shardlist",
     writer="wids",
@@ -166,7 +173,7 @@ TFRECORD = ShardFormat(
     split=TFRecordSplitter,
     unwrap=unframe,
     read_fields=_tfrecord_fields,
-    index_files=IndexFiles(parse_tfrecord_index, _tfrecord_entry, tfrecord_index),
+    index_files=IndexFiles(parse_tfrecord_index, _tfrecord_entry, tfrecord_index, _never_over),
     compressed=None,
 )
 PARQUET = ShardFormat(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
-_COLUMNS = "columns-1"  # in the cache keys: raise it when the same row group is kept as something else
+_COLUMNS = "columns-2"  # in the cache keys: raise it when the same row group is kept as something else
 
 
 class _RowSource(RecordSource):

@@ -153,6 +153,10 @@ class RowGroups:
         shard, ordinal = RecordId.unpack(record)
         return shard, self.group_of(shard, ordinal)
 
+    def rows_of(self, shard: int, group: int) -> int:
+        """Return the number of rows of a row group, samples or not."""
+        return int(self._files.files[shard].rows[group])
+
     def firsts_of(self, records: Numbers) -> Numbers:
         """Return the first sample in the row group of each of these, all as packed `RecordId`s."""
         return self._firsts[np.searchsorted(self._firsts, records, side="right") - 1]

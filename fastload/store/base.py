@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from fastload.checks import whole_number
 from fastload.errors import (
+    AccessDeniedError,
     ArgumentError,
     NotFoundError,
     ObjectChangedError,
@@ -306,6 +308,16 @@ class Store(ABC):
     def _renew(self, since: float) -> bool:
         """Get new credentials unless they are newer than `since`; False where there can be none."""
         return False
+
+    def _contact(self, request: Callable[[], Any]) -> None:
+        """Make the request that begins a listing. It fails soon, unless new credentials may help."""
+        start = time.monotonic()
+        try:
+            request()
+        except AccessDeniedError as error:
+            if error.retry != "renewed" or not self._renew(start):
+                raise
+            request()
 
     def _retried(self, attempt: Callable[[], T], wait: Wait = failures.sleep, patient: bool = True) -> T:
         result = failures.retried(attempt, functools.partial(self._attempts, patient=patient), wait)

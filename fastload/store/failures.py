@@ -65,7 +65,8 @@ _CERTIFICATE = re.compile(
 # Answers that asking again may change, and the ones that ask for fewer requests.
 _LATER = re.compile(
     r"\b(408|5\d\d)\b|InternalError|ServiceUnavailable|RequestTimeout\b|response body|connection|incomplete|"
-    r"reset|broken pipe|payload|disconnected|checksum|unexpected (EOF|end)|BadDigest",
+    r"reset|broken pipe|socket is closed|session not active|\bEOFError|payload|disconnected|checksum|"
+    r"unexpected (EOF|end)|BadDigest",
     re.IGNORECASE,
 )
 _SLOWER = re.compile(

@@ -17,6 +17,7 @@ send no If-Match and splice ranges without one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -34,8 +35,9 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.asyn import sync
 from fsspec.config import apply_config
+from fsspec.implementations.ftp import FTPFileSystem
 
-from fastload.errors import ArgumentError, NotFoundError, ShortReadError, StoreError
+from fastload.errors import ArgumentError, FastloadError, NotFoundError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
     PLAIN_READING,
@@ -53,6 +55,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.failures import StoreLocation, public_url
+from fastload.store.ftp import Ftp
 from fastload.store.node import ProcessLocal, is_part, part_name
 from fastload.store.options import public_options, secret_values
 
@@ -74,7 +77,11 @@ _TIME_FIELDS = (
 )
 # FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse for a version.
 _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
-
+# Synchronous file systems whose client threads may share: without a connection (memory), by libhdfs, or by
+# httpx. Another one gets one request at a time: threads would get each other's answers (ftplib), or wait for
+# an answer that another one threw away (paramiko).
+_SHARED_BY_THREADS = frozenset(("memory", "hdfs", "hf", "webdav"))
+_SFTP_SECONDS = 60.0  # without an answer; paramiko has no limit
 
 _PASSWORD = re.compile(r"^[^/@]*:[^/@]*@")  # where a file system leaves it in its paths
 
@@ -108,8 +115,8 @@ class FsspecStore(Store):
         super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
-        # fsspec's ftp has one connection and no lock for it: threads would get each other's answers.
-        turn = threading.Lock if protocol == "ftp" else contextlib.nullcontext
+        self._takes_turns = not self._asynchronous and protocol not in _SHARED_BY_THREADS
+        turn = threading.Lock if self._takes_turns else contextlib.nullcontext
         self._turn: ProcessLocal[Any] = ProcessLocal(turn)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,40 +129,82 @@ class FsspecStore(Store):
     def native(self) -> bool:
         return self._asynchronous
 
-    def _list(self) -> Iterator[Page]:
-        with self._location.errors("list"):
-            fs, root = self._fs.get(), self._root or "/"
-            with self._turn.get():
-                there = fs.isdir(root)
-            if not there:
-                raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
-            page: Page = []
-            walk = fs.walk(root, detail=True, on_error="raise")
-            while (step := self._next(walk)) is not None:
-                for details in step[2].values():
-                    key = str(details["name"])[len(self._root) :].lstrip("/")
-                    if not is_part(key.rpartition("/")[2]):
-                        page.append(_info(key, details))
-                if len(page) >= _PAGE:
-                    yield page
-                    page = []
-            if page:
-                yield page
+    @contextlib.contextmanager
+    def _client(self, stage: str, key: str | None = None) -> Iterator[Any]:
+        """Give the file system for one request. A single connection that failed is not used again."""
+        with self._location.errors(stage, key), self._turn.get():
+            try:
+                yield self._fs.get()
+            except (FastloadError, FileNotFoundError, PermissionError):
+                raise
+            except BaseException:  # one that was interrupted has an answer on its way
+                if self._takes_turns:
+                    self._fs.drop()
+                raise
 
-    def _next(self, walk: Iterator[Any]) -> Any:
-        with self._turn.get():
-            return next(walk, None)
+    def _list(self) -> Iterator[Page]:
+        self._retried(self._check_root, patient=False)
+        page: Page = []
+        folders = {self._root or "/": None}
+        while folders:
+            folder = folders.popitem()[0]
+            for details in self._retried(functools.partial(self._entries, folder)):
+                name = str(details["name"])
+                if details["type"] == "directory":
+                    folders[name.rstrip("/")] = None
+                elif not is_part(name.rpartition("/")[2]):
+                    page.append(_info(self._key(name), details))
+            if len(page) >= _PAGE:
+                yield page
+                page = []
+        if page:
+            yield page
+
+    def _check_root(self) -> None:
+        root = self._root or "/"
+        with self._client("list") as fs:
+            fs.invalidate_cache()  # it may keep an older listing
+            try:
+                is_folder = fs.info(root)["type"] == "directory"
+            except FileNotFoundError:  # some know nothing of their root
+                is_folder = fs.isdir(root)
+            if not is_folder:
+                raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
+
+    def _entries(self, folder: str) -> list[Mapping[str, Any]]:
+        """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
+        with self._client("list", self._key(folder) or None) as fs:
+            entries = [self._followed(each) for each in fs.ls(folder, detail=True)]
+        # Some name the folder itself too.
+        own = folder.strip("/")
+        return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
+
+    def _followed(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the file that a link leads to, under the link's name: sftp lists links as such."""
+        if entry["type"] != "link":
+            return entry
+        try:
+            details = self._fs.get().info(entry["name"])
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"{entry['name']!r} is a link to a file that is not there: remove it"
+            ) from None
+        if details["type"] == "directory":
+            raise StoreError(
+                f"{entry['name']!r} is a link to a folder, which is not followed: put the folder itself there"
+            )
+        return {**details, "name": entry["name"]}
+
+    def _key(self, path: str) -> str:
+        return path[len(self._root) :].lstrip("/")
 
     def _folders(self) -> set[str]:
-        with self._location.errors("list"), self._turn.get():
-            entries = self._fs.get().ls(self._root or "/", detail=True)
-            names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
-            # Some name the directory itself too.
-            return {name.rpartition("/")[2] for name in names if name.strip("/") != self._root.strip("/")}
+        names = [entry["name"] for entry in self._entries(self._root or "/") if entry["type"] == "directory"]
+        return {str(name).rstrip("/").rpartition("/")[2] for name in names}
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._location.errors("get", key), self._turn.get():
+        with self._client("get", key):
             return self._stat(key, path)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
@@ -166,10 +215,10 @@ class FsspecStore(Store):
 
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
-        with self._location.errors("get", key), self._turn.get():
+        with self._client("get", key) as fs:
             if version:
                 self._check(key, path, version)
-            body: bytes = self._fs.get().cat_file(path, **span)
+            body: bytes = fs.cat_file(path, **span)
             if version:
                 self._check(key, path, version)
             if span and size is not None and len(body) < size:
@@ -179,8 +228,7 @@ class FsspecStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
-        with self._location.errors("put", key), self._turn.get():
-            fs = self._fs.get()
+        with self._client("put", key) as fs:
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:
                 # Object stores (renaming would be a copy), and memory. A file of theirs that is closed by an
@@ -224,7 +272,13 @@ class FsspecStore(Store):
         return f"{self._root}/{key}"
 
     def _build(self) -> Any:
-        return fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+        cls = fsspec.get_filesystem_class(self._protocol)
+        if cls is FTPFileSystem:
+            cls = Ftp
+        fs = cls(skip_instance_cache=True, **self._arguments)
+        if self._protocol in ("sftp", "ssh") and not self._asynchronous:
+            fs.ftp.get_channel().settimeout(_SFTP_SECONDS)
+        return fs
 
 
 def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
@@ -381,8 +435,7 @@ class S3fsStore(Store):
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
         # An answer at once or not at all: the pages themselves may take their time.
         contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
-        with self._location.errors("list"):
-            self._call("list_objects_v2", contact, _CONTACT_SECONDS)
+        self._contact(lambda: self._page(contact, _CONTACT_SECONDS))
         for answer in self._pages(request):
             entries = answer.get("Contents", ())
             objects = [entry for entry in entries if entry["Size"] or not entry["Key"].endswith("/")]
@@ -406,9 +459,9 @@ class S3fsStore(Store):
                 return
             asked["ContinuationToken"] = answer["NextContinuationToken"]
 
-    def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _page(self, request: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
         with self._location.errors("list"):
-            return self._call("list_objects_v2", request)
+            return self._call("list_objects_v2", request, timeout)
 
     def _head(self, key: str) -> ObjectInfo:
         with self._location.errors("get", key):
@@ -439,6 +492,10 @@ class S3fsStore(Store):
                     "leave client= out, or use a server with ranges",
                     key=key,
                 )
+            if "Range" in request and "ContentRange" in answer:
+                start = request["Range"].replace("=", " ").partition("-")[0]
+                if answer["ContentRange"].partition("-")[0] != start:
+                    raise ShortReadError("the server answered with another range than was asked for", key=key)
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
                 check_end(key, stop, whole)

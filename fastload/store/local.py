@@ -28,18 +28,22 @@ from fastload.store.failures import CHANGED_REMEDY, StoreLocation
 from fastload.store.node import is_part, whole_file
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
+_UNREAD = ", or it is a link to a file that is not there (a mount may be missing)"
 _PAGE = 1000
 _COPY = 8 << 20
 
 
 class LocalStore(Store):
-    """The files below a directory. Links are followed; a key never leads out of the directory by itself."""
+    """The files below a directory. Links are followed; a key never leads out of the directory by itself.
+
+    A link to nothing is listed, and its read is an error: what it leads to may be on a mount that is missing.
+    """
 
     native = False
 
     def __init__(self, url: str, root: str, reading: Reading = PLAIN_READING) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
-        self._location = StoreLocation(url=url, bucket=f"directory {self._root!r}")
+        self._location = StoreLocation(url=url, bucket=f"directory {self._root!r}", unread=_UNREAD)
         super().__init__(url, f"file||{self._root}", reading)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,9 +92,9 @@ class LocalStore(Store):
                 key = f"{below}{entry.name}"
                 if entry.is_dir():
                     directories.append(f"{key}/")
-                elif not is_part(entry.name) and entry.is_file():
+                elif not is_part(entry.name) and (entry.is_file() or _leads_nowhere(entry)):
                     try:
-                        info = _info(key, entry.stat())
+                        info = _info(key, entry.stat(follow_symlinks=entry.is_file()))
                     except FileNotFoundError:  # deleted, or renamed, since the directory was read
                         continue
                     yield info
@@ -148,6 +152,11 @@ def _bucket_meant(url: str | os.PathLike[str]) -> str:
     if "://" in text or "/" not in text or text.startswith(("/", ".", "~")):
         return ""
     return f" (is it s3://{text}?)"
+
+
+def _leads_nowhere(entry: os.DirEntry[str]) -> bool:
+    """Return whether it is a link to nothing. It is listed, as torchvision does, and its read fails."""
+    return entry.is_symlink() and not Path(entry).exists()
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

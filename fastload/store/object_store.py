@@ -147,17 +147,14 @@ class NativeStore(Store):
         )
 
     def _list(self) -> Iterator[Page]:
-        import obstore
-
         if self._address.service == "http":
             raise ArgumentError(
                 f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. What is named needs "
                 "none: ImageFolder and ObjectDataset take keys=, and datasets of shards a list of URLs, or "
                 f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
             )
+        self._contact(self._ask_first)
         with self._location.errors("list"):
-            for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
-                pass
             pages = _pages(self._lister.get())
         slashes, over = SlashKeys(self._lister.get), False
         while not over:
@@ -167,6 +164,13 @@ class NativeStore(Store):
                 infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
                 objects = slashes.rest() if page is None else slashes.without(infos)
             yield objects
+
+    def _ask_first(self) -> None:
+        import obstore
+
+        with self._location.errors("list"):
+            for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
+                pass
 
     def _folders(self) -> set[str]:
         import obstore
@@ -249,6 +253,7 @@ class NativeStore(Store):
             self._connection, self._renewed = connection, time.monotonic()
             self._location = self._described(connection)
             self._reader.drop()
+            self._lister.drop()
             self._writer.drop()
             self._first_writer.drop()
             return True

@@ -100,7 +100,7 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     region = region or profile.get("region") or "us-east-1"
     check_host_part("storage option region", region)
     anon = bool(settings.pop("skip_signature", False))
-    credentials, tried = _s3_credentials(settings, profile, tried_profile, named="profile" in options)
+    credentials, tried = _s3_credentials(settings, profile, tried_profile, named=bool(options.get("profile")))
     client_options = _client_options(endpoint, settings.pop("client_kwargs", {}))
     config = {**settings, "bucket": bucket, "region": region}
     if endpoint:
@@ -349,6 +349,9 @@ def _s3_credentials(
         token = _environment("AWS_SESSION_TOKEN") or None
     if not key or not secret:
         tried += f"; {tried_profile}"
+        # As boto has it: a role and SSO come before keys of their profile, which may be the role's source.
+        if any(name in profile for name in ("role_arn", "sso_session", "sso_start_url")):
+            profile = {}
         key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
         token = profile.get("aws_session_token")
     if not key or not secret:

@@ -172,7 +172,8 @@ class OnePass:
         Without a version it is asked for again: it may be another one by now.
         """
         if not version:
-            return _Pass(self._kept_bytes).read(lambda: self._request(key, version), start, stop)
+            nothing_kept = _Pass(lambda: _KEPT_BYTES + 1)
+            return nothing_kept.read(lambda: self._request(key, version), start, stop)
         with self._lock:
             current = self._open.setdefault((key, version), _Pass(self._kept_bytes))
             self._open.move_to_end((key, version))

@@ -256,6 +256,53 @@ def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> N
         assert caught.value.key == ParquetDataset(url).key(9)
 
 
+
+def _stream(table: Any, *, batches: int = 1, compression: str | None = None) -> bytearray:
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, table.schema, options=options) as stream:
+        stream.write_table(table, max_chunksize=-(-len(table) // batches))
+    return bytearray(sink.getvalue())
+
+
+def _offset_to_nowhere(table: Any) -> bytearray:
+    stream = _stream(table)
+    offsets = table["text"].combine_chunks().buffers()[1].to_pybytes()[: 4 * (len(table) + 1)]
+    at = stream.index(offsets) + len(offsets) // 2 // 4 * 4
+    stream[at : at + 4] = (2**30).to_bytes(4, "little")
+    return stream
+
+
+HOSTILE: dict[str, Any] = {
+    "an offset to nowhere": (_offset_to_nowhere, "column 'text' is damaged"),
+    "several batches": (lambda table: _stream(table, batches=2), "not one plain batch"),
+    "buffers to inflate": (lambda table: _stream(table, compression="zstd"), "not one plain batch"),
+    "a dictionary": (
+        lambda table: _stream(table.set_column(0, "text", table["text"].dictionary_encode())),
+        "not one plain batch",
+    ),
+    "too few rows": (lambda table: _stream(table[:5]), "has 5 rows, not 9"),
+    "too many rows": (lambda table: _stream(pa.concat_tables([table] * 2).combine_chunks()), "18 rows, not 9"),
+    "another column": (lambda table: _stream(table.rename_columns(["other"])), "has the columns"),
+    "no stream": (lambda table: bytearray(b"nothing"), "cannot be read|not one plain batch"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_group_of_a_published_cache_is_checked_before_it_is_used(name: str, tmp_path: Path) -> None:
+    url = write(tmp_path, {"text": pa.array([f"text {n}" for n in range(COUNT)])})
+    hostile, says = HOSTILE[name]
+    group = pq.ParquetFile(Path(url) / "a.parquet").read_row_group(0)
+    dataset: Any = ParquetDataset(url, batches="columns", cache=tmp_path / "cache")
+    dataset.cache.write(dataset._cache_key(0), bytes(hostile(group)))
+    dataset._flush_cache()
+    with pytest.raises(DecodeError, match=says):
+        dataset[0]
+    with pytest.raises(DecodeError, match=says):
+        next(iter(loader(dataset, sampler=range(COUNT))))
+    dataset.close()
+
+
 # --- order
 
 

@@ -77,6 +77,17 @@ def test_classes_samples_and_targets_are_torchvisions(tree: Path, folder: Any) -
         assert np.array_equal(ours[index][0], other[index][0]) and ours[index][1] == other[index][1]
 
 
+def test_a_link_to_nothing_is_a_sample_whose_read_fails_as_in_torchvision(tree: Path, folder: Any) -> None:
+    (tree / "bee" / "a.jpg").symlink_to(tree / "not mounted" / "a.jpg")
+    ours, other = folder(), theirs(tree)
+    alike(ours, other, tree)
+    index = next(index for index, (path, _) in enumerate(ours.samples) if path == "bee/a.jpg")
+    with pytest.raises(FileNotFoundError):
+        other[index]
+    with pytest.raises(NotFoundError, match="link to a file that is not there"):
+        ours[index]
+
+
 def empty(root: Path, how: str) -> None:
     path = root / {"directory": "cat", "nested": "cat/inner/most", "others": "cat"}[how]
     path.mkdir(parents=True)

@@ -6,6 +6,7 @@ import functools
 import io
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,14 @@ def test_ranges_nearly_in_order_cost_one_request() -> None:
         assert passes.read("a", "v", start, stop) == (body[start:stop], len(body))
     assert len(asked) == 1
     assert passes.read("a", "v", 10, 20)[0] == body[10:20] and len(asked) == 2
+
+
+def test_range_of_an_object_without_a_version_keeps_nothing_of_what_lies_before_it() -> None:
+    size, piece = 256 << 20, 1 << 20
+    passes = OnePass(lambda key, version: Answer(size, (bytes(piece) for _ in range(size // piece))))
+    tracemalloc.start()
+    try:
+        assert passes.read("a", None, size - 5, size) == (bytes(5), size)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()

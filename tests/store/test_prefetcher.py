@@ -27,7 +27,7 @@ from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ByteBudget, ReadPool, ReadSettings
 from fastload.images.kernel import active
 from fastload.metrics.counters import Counters
-from fastload.store.base import Reading
+from fastload.store.base import Page, Reading
 from fastload.store.listing import list_objects
 from fastload.store.local import LocalStore
 from tests.cachedata import segments
@@ -54,6 +54,12 @@ class RangedFiles(LocalStore):
     """Files that are read as objects are: large ones in ranges."""
 
     native = True
+
+
+class Unversioned(RangedFiles):
+    def _list(self) -> Iterator[Page]:
+        for page in super()._list():
+            yield [info._replace(version="") for info in page]
 
 
 def files_of(folder: Path, kind: type[LocalStore] = LocalStore, **options: Any) -> ObjectSource:
@@ -423,6 +429,12 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
         assert bytes(dataset[0]) == body
         dataset.close()
     assert (len(locked) == 1) is guarded
+
+
+def test_large_object_without_a_version_comes_by_one_request(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(8000))
+    assert len(files_of(tmp_path, RangedFiles, settings=IN_RANGES).ranges(0)) == 8
+    assert files_of(tmp_path, Unversioned, settings=IN_RANGES).ranges(0) == []
 
 
 def test_changed_large_object_is_read_again_once(use: Callable[[ReadSettings], None], no_leaks: None) -> None:

@@ -26,6 +26,7 @@ from tests.sharddata import (
     opened,
     place_of,
     read,
+    shard,
     shards,
     write,
 )
@@ -173,6 +174,30 @@ def test_index_files_elsewhere_or_of_other_shards(kind: str, tmp_path: Path) -> 
         dataset(kind, url, index=True)
     with pytest.raises(ArgumentError, match="holds no index file"):
         dataset(kind, url, index=write(tmp_path / "c", {"x.idx": b""}))
+
+
+def test_idle_dataset_leaves_a_cache_open_that_another_one_reads(kind: str, tmp_path: Path) -> None:
+    url, cache = write(tmp_path / "shards", shards(kind, index=True)), Cache(tmp_path / "cache", "raw")
+    idle = opened(kind, url, cache=cache)
+    idle._random_pays()
+    assert not cache._is_open, "nobody reads"
+    reading = opened(kind, url, cache=cache)
+    assert reading[3] and cache._is_open
+    idle._random_pays()
+    assert cache._is_open
+
+
+def test_index_file_of_a_shard_that_has_grown_is_not_used(kind: str, tmp_path: Path) -> None:
+    (few, index), (more, _) = shard(kind, range(10)), shard(kind, range(15))
+    objects = {f"x.{kind}": few, f"x.{kind}.idx": index}
+    assert len(opened(kind, write(tmp_path / "few", objects))) == 10
+    url = write(tmp_path / "more", {**objects, f"x.{kind}": more})
+    data = opened(kind, url)  # a warning says that the index is not used
+    with pytest.raises(TypeError):
+        len(data)
+    assert sorted(labels(read(data), LABEL[kind])) == list(range(15))
+    with pytest.raises(ArgumentError, match=r"x\.\w+\.idx.*write (it|its index) again"):
+        dataset(kind, url, index=True)
 
 
 # --- Guards have twins -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ftplib
 import os
 import pickle
 import signal
@@ -13,10 +14,12 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from fastload.cli.demo.s3_server import S3Server
 from fastload.errors import (
@@ -102,8 +105,16 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "root" / "fifo")
     Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
     store = open_store(tmp_path / "root")
-    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3}
+    link = len(str(tmp_path / "nowhere"))
+    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link}
     assert store.read("latin\udce9") == b"333"
+    info = listed(store)["dangling"]
+    with pytest.raises(NotFoundError, match="link to a file that is not there"):
+        store.read("dangling", info.version, info.size)
+    (tmp_path / "nowhere").write_bytes(b"there again")
+    with pytest.raises(ObjectChangedError):
+        store.read("dangling", info.version, info.size)
+    assert listed(store)["dangling"].size == 11
 
 
 # --- Listing ------------------------------------------------------------------------------------------------
@@ -442,6 +453,8 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
         "[other]\naws_access_key_id = other-key\naws_secret_access_key = other-secret\n"
         "aws_session_token = t\n"
         "[role]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = default\n"
+        "[own-role]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = own-role\n"
+        "aws_access_key_id = source-key\naws_secret_access_key = source-secret\n"
     )
     (tmp_path / "config").write_text(
         "[profile other]\nregion = eu-west-1\nendpoint_url = http://minio:9000\n"
@@ -458,6 +471,8 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found(profile="other") == ("other-key", "t", "eu-west-1")
     assert options.s3({"profile": "other"}, "b").client_options == {"allow_http": True}
     assert options.s3({"profile": "role"}, "b").profile == "role"
+    assert options.s3({"profile": "own-role"}, "b").profile == "own-role"
+    assert found(profile="own-role")[0] is None, "boto assumes the role; the keys are what it does that with"
     monkeypatch.setenv("AWS_PROFILE", "other")
     assert found() == ("other-key", "t", "eu-west-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "env-key")
@@ -465,11 +480,29 @@ def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("AWS_SESSION_TOKEN", "env-token")
     monkeypatch.setenv("AWS_REGION", "ap-south-1")
     assert found() == ("env-key", "env-token", "ap-south-1")
+    assert found(profile=None)[0] == "env-key"
     assert found(profile="other", region="x") == ("other-key", "t", "x")
     assert found(key="k", secret="s") == ("k", None, "ap-south-1")
     assert found(key="k", secret="s", token="t", client_kwargs={"region_name": "r"}) == ("k", "t", "r")
     assert found(access_key_id="k", secret_access_key="s", session_token="t")[:2] == ("k", "t")
     assert options.s3({"anon": True}, "bucket").credentials is None
+
+
+@clients
+def test_a_listing_gets_new_credentials_from_their_source(
+    client: dict[str, Any], server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    store = None
+    for token in ("first-token", "second-token"):
+        server.token = token
+        (tmp_path / "credentials").write_text(
+            "[default]\naws_access_key_id = kkkkkk\naws_secret_access_key = ssssss\n"
+            f"aws_session_token = {token}\n"
+        )
+        store = store or open_store("s3://bucket", endpoint_url=server.endpoint_url, **client)
+        assert set(listed(store)) == set(server.objects)
+        assert bytes(store.read(KEY)) == BODY
 
 
 def test_given_keys_are_not_sent_with_the_environments_token(
@@ -655,17 +688,20 @@ def test_threads_share_one_client(server: FaultServer, monkeypatch: pytest.Monke
     assert set(bodies) == {BODY} and where != os.getpid()
 
 
-def test_threads_take_turns_at_the_one_connection_of_ftp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("protocol", ["ftp", "sftp", "ssh", "unheard"])
+def test_threads_take_turns_at_the_one_connection_of_a_file_system(
+    protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    both, together = threading.Barrier(2), []
+    both, together, limits = threading.Barrier(2), list[str](), list[float]()
 
     class OneConnection(fsspec.get_filesystem_class("file")):  # type: ignore[misc]
+        ftp = SimpleNamespace(get_channel=lambda: SimpleNamespace(settimeout=limits.append))
+
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
-            return path.removeprefix("ftp://host")
+            return path.removeprefix(f"{protocol}://host")
 
         def cat_file(self, path: str, **span: Any) -> Any:
             with suppress(threading.BrokenBarrierError):
@@ -673,10 +709,192 @@ def test_threads_take_turns_at_the_one_connection_of_ftp(
                 together.append(path)
             return super().cat_file(path, **span)
 
-    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "ftp", OneConnection)
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, protocol, OneConnection)
     for name in "ab":
         (tmp_path / name).write_bytes(name.encode())
-    store = open_store(f"ftp://host{tmp_path}")
+    store = open_store(f"{protocol}://host{tmp_path}")
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(store.read, "ab")) == [b"a", b"b"]
     assert not together and sizes(store) == {"a": 1, "b": 1}
+    assert bool(limits) == (protocol in ("sftp", "ssh")), "paramiko's channel has no time limit of its own"
+
+
+def test_s3fs_asks_again_where_a_server_answers_another_range(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.objects["x"] = b"0123456789"
+    get, asked = s3fs_store._get, list[str]()
+
+    async def aligned(fs: Any, request: Any) -> Any:
+        asked.append(request["Range"])
+        return await get(fs, {**request, "Range": "bytes=0-3"} if len(asked) == 1 else request)
+
+    monkeypatch.setattr(s3fs_store, "_get", aligned)
+    store = open_store("s3://bucket", client="s3fs", **server.options)
+    assert store.read_range("x", 4, 8) == b"4567" and server.count("x") == 2
+
+
+class Flaky(MemoryFileSystem):
+    """A file system with the objects a/1 and b/2, whose `faults` are raised at a path, one at a call."""
+
+    protocol = "flaky"
+    cachable = False
+    faults: dict[str, list[Exception]]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("flaky://").strip("/")
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._fail(path)
+        return super().info(path, **options)
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        self._fail(path)
+        return super().ls(path, detail, **options)
+
+    def _fail(self, path: str) -> None:
+        if self.faults.get(path):
+            raise self.faults[path].pop(0)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(Flaky, "store", {})
+    monkeypatch.setattr(Flaky, "pseudo_dirs", [""])
+    monkeypatch.setattr(Flaky, "faults", {}, raising=False)
+    Flaky().pipe({"/r/a/1": b"1", "/r/b/2": b"2"})
+    return Flaky
+
+
+def test_a_folder_that_a_file_system_cannot_list_is_an_error_and_not_empty(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r/b": [PermissionError("/r/b")]}
+    with pytest.raises(AccessDeniedError, match="/r/b") as caught:
+        listed(open_store("flaky://r"))
+    assert caught.value.stage == "list"
+
+
+def test_a_folder_that_is_not_listed_at_once_is_asked_for_again(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r/b": [TimeoutError("no answer"), ConnectionResetError("reset")]}
+    assert set(listed(open_store("flaky://r"))) == {"a/1", "b/2"}
+
+
+def test_a_second_listing_is_no_older_one_that_the_file_system_keeps(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keeping(self: Flaky, path: str, detail: bool = True, **options: Any) -> Any:
+        if path not in self.dircache:
+            self.dircache[path] = MemoryFileSystem.ls(self, path, detail)
+        return self.dircache[path]
+
+    monkeypatch.setattr(flaky, "ls", keeping)
+    monkeypatch.setattr(flaky, "invalidate_cache", lambda self, path=None: self.dircache.clear())
+    store = open_store("flaky://r")
+    assert set(listed(store)) == {"a/1", "b/2"}
+    flaky().pipe({"/r/b/3": b"3"})
+    assert set(listed(store)) == {"a/1", "b/2", "b/3"}
+
+
+def test_a_first_contact_that_fails_is_asked_for_again(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r": [TimeoutError("no answer")]}
+    assert set(listed(open_store("flaky://r"))) == {"a/1", "b/2"}
+
+
+def test_a_first_contact_that_is_refused_is_not_taken_for_a_missing_directory(flaky: type[Flaky]) -> None:
+    flaky.faults = {"/r": [PermissionError("/r")]}
+    with pytest.raises(AccessDeniedError):
+        listed(open_store("flaky://r"))
+    with pytest.raises(NotFoundError, match="no such directory"):
+        listed(open_store("flaky://other"))
+
+
+@pytest.mark.parametrize("lost", [OSError("Socket is closed"), EOFError(), BrokenPipeError("broken pipe")])
+def test_a_connection_that_is_lost_is_replaced_by_a_new_one(
+    lost: Exception, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Flaky] = []
+
+    def read(self: Flaky, path: str, **span: Any) -> Any:
+        used.append(self)
+        if self is used[0]:
+            raise lost
+        return MemoryFileSystem.cat_file(self, path, **span)
+
+    monkeypatch.setattr(flaky, "cat_file", read)
+    assert open_store("flaky://r").read("a/1") == b"1" and len(used) == 2
+
+
+class ScriptedFtp(ftplib.FTP):
+    """A client of FTP without a server. `refused` are the server's words to a command, one at a time."""
+
+    bodies: ClassVar[dict[str, bytes]] = {
+        "MLSD /": b"type=dir; r\r\n",
+        "MLSD /r": b"type=dir; a\r\ntype=dir; b\r\n",
+        "MLSD /r/a": b"type=file;size=1;modify=20240101000000; 1\r\n",
+        "MLSD /r/b": b"type=file;size=1;modify=20240101000000; 2\r\n",
+        "RETR /r/a/1": b"1",
+    }
+    refused: ClassVar[dict[str, list[str]]] = {}
+
+    def connect(self, *arguments: Any, **options: Any) -> str:
+        return "220 welcome"
+
+    def putcmd(self, line: str) -> None:
+        self._line = line
+
+    def getmultiline(self) -> str:
+        refused = self.refused.get(self._line)
+        return refused.pop(0) if refused else "226 done"
+
+    def ntransfercmd(self, cmd: str, rest: Any = None) -> Any:
+        self.sendcmd(cmd)
+        here, there = socket.socketpair()
+        with there:
+            there.sendall(self.bodies[cmd])
+        return here, None
+
+
+@pytest.fixture
+def ftp(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedFtp]:
+    monkeypatch.setattr("fsspec.implementations.ftp.FTP", ScriptedFtp)
+    monkeypatch.setattr(ScriptedFtp, "refused", {})
+    return ScriptedFtp
+
+
+@pytest.mark.parametrize("command", ["USER me", "MLSD /", "MLSD /r", "MLSD /r/b", "RETR /r/a/1"])
+def test_a_busy_ftp_server_is_asked_again(command: str, ftp: type[ScriptedFtp]) -> None:
+    ftp.refused = {command: ["425 busy", "450 busy"]}
+    store = open_store("ftp://me@host/r")
+    found = listed(store)
+    assert set(found) == {"a/1", "b/2"}
+    assert store.read("a/1", found["a/1"].version) == b"1"
+
+
+def test_what_an_ftp_server_refuses_is_neither_missing_nor_empty(ftp: type[ScriptedFtp]) -> None:
+    ftp.refused = {"MLSD /r/b": ["550 no"], "LIST /r/b": ["550 no"]}
+    with pytest.raises(StoreError, match="does not list the folder '/r/b'"):
+        listed(open_store("ftp://host/r"))
+    ftp.refused = {"USER me": ["530 no"]}
+    with pytest.raises(AccessDeniedError, match="530 no"):
+        listed(open_store("ftp://me@host/r"))
+
+
+def test_a_link_that_a_file_system_lists_as_such_is_the_file_that_it_leads_to(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linked(self: Flaky, path: str, detail: bool = True, **options: Any) -> Any:
+        entries = MemoryFileSystem.ls(self, path, detail)
+        return [{**entry, "type": "link", "size": 4} if entry["name"] == link else entry for entry in entries]
+
+    monkeypatch.setattr(flaky, "ls", linked)
+    link = "/r/b/2"
+    store = open_store("flaky://r")
+    info = listed(store)["b/2"]
+    assert info.size == 1 and info == store.head("b/2")
+    flaky.faults = {link: [FileNotFoundError(link)]}
+    with pytest.raises(NotFoundError, match="'/r/b/2' is a link to a file that is not there"):
+        listed(store)
+    link = "/r/b"
+    with pytest.raises(StoreError, match="'/r/b' is a link to a folder"):
+        listed(store)

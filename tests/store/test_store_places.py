@@ -8,7 +8,6 @@ import tarfile
 import threading
 import zipfile
 from base64 import b64decode
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,11 +54,13 @@ class Hub(MemoryFileSystem):
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         name = path.rpartition("/")[2]
+        if name not in self._files:
+            raise FileNotFoundError(path)
         size = len(self._files[name])
         return {"name": path, "size": size, "type": "file", **self.fields.get(name, {})}
 
-    def walk(self, path: str, **options: Any) -> Iterator[Any]:
-        yield path, {}, {name: self.info(f"{path}/{name}") for name in self._files}
+    def ls(self, path: str, **options: Any) -> list[dict[str, Any]]:
+        return [self.info(f"{path}/{name}") for name in self._files]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
         return self._files[path.rpartition("/")[2]][start:end]

@@ -117,7 +117,14 @@ def test_damaged_shard_fails_and_the_others_are_indexed(kind: str, tmp_path: Pat
     assert (document["indexed"], document["present"], len(document["faults"])) == (1, len(COUNTS) - 1, 1)
 
 
-@pytest.mark.parametrize("body", [b"a file of another program", b"v1.2 1\njpg 512 99999999 x.jpg\n"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"a file of another program",
+        b"v1.2 1\njpg 512 99999999 x.jpg\n",
+        pytest.param(shard("tar", range(2))[1], id="of the first two samples"),
+    ],
+)
 def test_file_that_is_no_index_of_the_shard_is_not_overwritten_without_again(
     body: bytes, tmp_path: Path
 ) -> None:

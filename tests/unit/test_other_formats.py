@@ -17,6 +17,7 @@ from PIL import Image
 
 from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.formats import beton as beton_format
 from fastload.formats.pieces import zstd
 from tests.data.make_formats import COUNT, describe, encoded, pixels
 
@@ -90,6 +91,47 @@ def test_beton_samples_equal_those_of_the_real_reader(beton: Path) -> None:
         assert image.dtype == np.uint8
         assert np.abs(image.astype(int) - np.array(jpg)).max() <= 8  # FFCV decodes by the fast DCT
         assert dict(zip(told, map(as_json, others), strict=True)) == told
+
+
+def write_beton(path: Path, samples: list[tuple[bytes, int]], allocated: list[tuple[int, int, int]]) -> None:
+    """Write a text and a number for each sample. `allocated`: (sample, offset from the first page, size)."""
+    rows = np.zeros(len(samples), beton_format.row_type(TEXT_AND_LABEL))
+    header = beton_format.BetonHeader(2, 1 << 12, len(samples), 0)
+    first = header.rows + rows.nbytes
+    body = b"".join(text for text, _ in samples)
+    head = np.array((2, 2, header.page, len(samples), first + len(body)), beton_format._HEADER)
+    fields = np.zeros(2, beton_format._DESCRIPTOR)
+    for field, (name, kind, *_) in zip(fields, TEXT_AND_LABEL, strict=True):
+        field["kind"] = beton_format._KINDS.index(kind)
+        field["name"][: len(name)] = list(name.encode())
+    table = np.array([(n, first + at, size) for n, at, size in allocated], beton_format._ALLOCATED)
+    places = {n: (first + at, size) for n, at, size in allocated}
+    for n, (_, label) in enumerate(samples):
+        rows[n] = places[n], label
+    path.write_bytes(b"".join(part.tobytes() for part in (head, fields, rows)) + body + table.tobytes())
+
+
+TEXT_AND_LABEL = [
+    beton_format.BetonField("text", "bytes", None, ()),
+    beton_format.BetonField("label", "int", None, ()),
+]
+
+
+@pytest.mark.parametrize("empty_at", [0, -50], ids=["where the next one begins", "before the pages"])
+def test_a_beton_sample_without_bytes_is_not_taken_for_the_next_one(empty_at: int, tmp_path: Path) -> None:
+    samples = [(b"", 1), (b"abc", 2)]
+    write_beton(tmp_path / "x.beton", samples, [(0, empty_at, 0), (1, 0, 3)])
+    dataset = BetonDataset(tmp_path / "x.beton", cache=tmp_path / "cache")
+    for _ in range(2):
+        assert [dataset[number] for number in range(2)] == samples
+        dataset._flush_cache()
+    dataset.close()
+
+
+def test_a_beton_with_two_samples_at_one_offset_is_refused(tmp_path: Path) -> None:
+    write_beton(tmp_path / "x.beton", [(b"abc", 1), (b"", 2)], [(0, 0, 3), (1, 0, 2)])
+    with pytest.raises(DecodeError, match="two samples of the .beton begin at one offset"):
+        BetonDataset(tmp_path / "x.beton")
 
 
 def test_lit_samples_in_the_order_of_index_json_not_of_names(copied: Callable[[str], Path]) -> None:
