@@ -413,6 +413,7 @@ class IterableSource(BatchSource):
             with self._counters.timed("decode"):
                 return self._fetcher.fetch(index)
         except StopIteration:
+            self._fetcher.ended = True  # an iterator that is asked again may begin anew, or wait
             raise StreamOver from None
 
     def state(self) -> DatasetState | None:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, Subset, default_collate
 
 import fastload
 from tests.loaderdata import (
@@ -476,6 +476,30 @@ IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
 )
 def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], workers: int) -> None:
     same(lambda Loader: list(Loader(Stream(lengths), num_workers=workers, **arguments)))
+
+
+class Restarting(IterableDataset[int]):
+    """Is its own iterator, which begins anew when it is asked after its end."""
+
+    drawn = 0
+
+    def __iter__(self) -> Restarting:
+        return self
+
+    def __next__(self) -> int:
+        if self.drawn == 4:
+            self.drawn = 0
+            raise StopIteration
+        self.drawn += 1
+        return self.drawn - 1
+
+
+def test_iterator_is_not_asked_again_after_its_end() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Restarting(), batch_size=None, num_workers=1, persistent_workers=True)
+        return [list(loader) for _ in range(3)]
+
+    assert same(body) == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.parametrize("workers", WORKERS)
