@@ -168,6 +168,8 @@ class SubsetView(ChoosingView):
         self._indices = indices
 
     def locate(self, index: Any) -> Location:
+        if isinstance(index, list):  # a whole batch by one index, as torch's Subset takes it
+            return 0, (), [self._indices[number] for number in index]
         return 0, (), self._indices[index]
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:

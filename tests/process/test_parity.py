@@ -424,6 +424,17 @@ def test_samplers(dataset: Any, arguments: dict[str, Any], workers: int) -> None
     same(body)
 
 
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: fastload.map(part, torch.neg)])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_subset_takes_a_list_as_one_index(wrap: Any, workers: int) -> None:
+    dataset = wrap(Subset(Numbers(10, torch.as_tensor), [9, 7, 5, 3, 1]))  # type: ignore[arg-type]
+
+    def body(Loader: Any) -> Any:
+        return list(Loader(dataset, batch_size=None, sampler=[[0, 1], [4, 2, -1]], num_workers=workers))
+
+    assert len(same(body)) == 2
+
+
 class Refills:
     """A batch sampler that fills the same buffer for each batch; without one, it gives iterators."""
 
