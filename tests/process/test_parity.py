@@ -646,6 +646,20 @@ def test_how_far_ahead_indices_are_drawn(ahead: int | None) -> None:
     same(body)
 
 
+@pytest.mark.parametrize("sampler", [list(range(12)), RecordingSampler(12)], ids=type)
+def test_warning_in_the_loop_is_shown_once(sampler: Any) -> None:
+    """Python forgets which warnings it has shown whenever somebody enters `catch_warnings`."""
+
+    def body(Loader: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in Loader(Numbers(12), batch_size=3, sampler=sampler):
+                warnings.warn("careful", stacklevel=1)
+        return len(caught)
+
+    assert same(body) == 1
+
+
 def test_out_of_order() -> None:
     def body(Loader: Any) -> Any:
         loader = Loader(Numbers(30), batch_size=3, num_workers=2, in_order=False)
