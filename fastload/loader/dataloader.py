@@ -254,9 +254,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
         lost or repeated, except for the padding or truncation at the end of an epoch that ranks share. Of
         shards that are not indexed yet, the number of ranks can change between epochs only. A state is JSON
-        of one to ten kilobytes for any number of samples, and more with the state of a generator, or of a
-        sampler or dataset of your own. It serves on all ranks; only its digest is that of the rank that
-        saved it.
+        of one to ten kilobytes for any number of samples, with some hundred bytes more for each of the last
+        10,000 epochs, and more with the state of a generator, or of a sampler or dataset of your own. It
+        serves on all ranks; only its digest is that of the rank that saved it.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their
