@@ -68,12 +68,14 @@ class BatchSource:
 
     Attributes:
         fingerprint: of the batch that was made last; None where the samples have no index.
+        remembers: a batch depends on those made before it: by the generators of this process, or an iterator.
     """
 
     fingerprint: Fingerprint | None = None
+    remembers = True
 
     def start_epoch(self, start: EpochStart) -> None:
-        """Begin an epoch. Work of the one before was cancelled."""
+        """Begin an epoch. No work of the one before is left."""
         raise NotImplementedError
 
     def begin_batch(self, index: Any) -> BegunBatch | None:
@@ -180,6 +182,8 @@ class BatchMaker(BatchSource):
         )
         self._fingerprint_of = partial(fingerprint_of, rows, seeded=setup.seeded, logged=setup.logged)
         self._stateful = is_stateful(setup.dataset)
+        by_kernel = rows.made_by_kernel() and self._collation.direct
+        self.remembers = self._stateful or not (setup.seeded or by_kernel)
         # A trainer that makes its own batches runs other code too, which must not see what threads draw.
         shares = setup.num_workers == 0
         self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None

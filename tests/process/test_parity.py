@@ -11,8 +11,10 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -490,15 +492,19 @@ def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], worker
 
 
 class Restarting(IterableDataset[int]):
-    """Is its own iterator, which begins anew when it is asked after its end."""
+    """Is its own iterator, which goes on where it was, and begins anew when it is asked after its end."""
 
     drawn = 0
+
+    def __init__(self, end: int) -> None:
+        self.end = end
 
     def __iter__(self) -> Restarting:
         return self
 
     def __next__(self) -> int:
-        if self.drawn == 4:
+        time.sleep(0.005)  # a worker has not made all that it was given when the first batch is here
+        if self.drawn == self.end:
             self.drawn = 0
             raise StopIteration
         self.drawn += 1
@@ -507,10 +513,24 @@ class Restarting(IterableDataset[int]):
 
 def test_iterator_is_not_asked_again_after_its_end() -> None:
     def body(Loader: Any) -> Any:
-        loader = Loader(Restarting(), batch_size=None, num_workers=1, persistent_workers=True)
+        loader = Loader(Restarting(4), batch_size=None, num_workers=1, persistent_workers=True)
         return [list(loader) for _ in range(3)]
 
     assert same(body) == [[0, 1, 2, 3]] * 3
+
+
+def _drawn_slowly(_: int) -> float:
+    time.sleep(0.005)
+    return random.random()
+
+
+@pytest.mark.parametrize("dataset", [Numbers(400, _drawn_slowly), Restarting(400)], ids=type)
+def test_epoch_that_was_left_early_has_moved_the_workers_as_far(dataset: Any) -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
+        return [list(itertools.islice(loader, taken)) for taken in (1, 3, 2)]
+
+    same(body)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
