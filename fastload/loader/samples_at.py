@@ -146,6 +146,7 @@ def _order_of_streams(read: str) -> str:
 def _sample_at(loader: Any, step: Step, row: int, index: Any) -> SampleAt:
     """Return the sample as it is made in that epoch."""
     rows, seed, epoch = view_of(loader.dataset), step.seed or 0, step.epoch
+    rows.ask_alone()  # a `__getitems__` may return its samples in any form
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
     sample, key, error = None, None, ""
