@@ -33,7 +33,7 @@ from fastload.metrics.machine import default_device
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
-from fastload.workers.collate import tell_mismatch
+from fastload.workers.collate import collates_as_torch, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
@@ -445,13 +445,13 @@ class Collation:
         auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
 
     Attributes:
-        direct: `default_collate` makes the batches, so a dataset may write their rows in its place.
+        direct: torch's own `default_collate` makes the batches, so a dataset may write their rows in its place.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
         self._function = collate_fn
         self.auto_collation = auto_collation
-        self.direct = auto_collation and collate_fn is default_collate
+        self.direct = auto_collation and collate_fn is default_collate and collates_as_torch()
         self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def start_epoch(self) -> None:
