@@ -33,7 +33,7 @@ from fastload.metrics.machine import default_device
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
-from fastload.workers.collate import collates_as_torch, tell_mismatch
+from fastload.workers.collate import collates_as_torch, collating, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
@@ -339,7 +339,7 @@ class BatchMaker(BatchSource):
             if self._seeds is not None and indices:
                 self._seeds.set(indices[-1])
             return self._collation(samples, lambda row: self._errors.name(indices[row]))
-        with self._collation.on_host():
+        with self._collation.on_host(), collating:
             images = self._rows.encoded() if encoded else None
             if images is not None:
                 return images.finish_batch(batch)
@@ -429,7 +429,8 @@ class IterableSource(BatchSource):
 
 def _collate_counted(setup: WorkerSetup, counters: BatchCounters, samples: Any) -> Any:
     """Return the batch of these samples, and count it: the last one of an epoch may have fewer."""
-    batch = setup.collate_fn(samples)
+    with collating:
+        batch = setup.collate_fn(samples)
     counters.made_batch(len(samples) if setup.auto_collation else 1)
     return batch
 
@@ -474,7 +475,7 @@ class Collation:
             Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that
                 do not fit together.
         """
-        with self.on_host():
+        with self.on_host(), collating:
             try:
                 return self._function(samples if self.auto_collation else samples[0])
             except Exception as error:

@@ -112,18 +112,35 @@ def collate_into(allocate: Allocate) -> None:
     """Make torch's `default_collate`, in this process, stack tensors into memory from `allocate`.
 
     A `collate_fn` that calls `default_collate` gains too. An entry that somebody else has put there stays.
-    Only this thread stacks into the slot of its batch.
     """
     if collate_map[torch.Tensor] is collate_tensors:
         collate_map[torch.Tensor] = _StackInto(allocate)
 
 
+class Collating(threading.local):
+    """Entered by a thread while it makes a batch of samples.
+
+    What a dataset stacks by `default_collate` lies elsewhere: it is often dropped at once, and the memory of a
+    batch is not free again before the batch is sent.
+    """
+
+    now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *_: object) -> None:
+        self.now = False
+
+
+collating = Collating()
+
+
 class _StackInto:
-    """Stacks tensors as torch does, into memory from `allocate`."""
+    """Stacks tensors as torch does; those of a batch into memory from `allocate`."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
-        self._thread = threading.get_ident()
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
@@ -136,7 +153,7 @@ class _StackInto:
             and not tensor.requires_grad
             for tensor in batch
         )
-        if not plain or threading.get_ident() != self._thread:
+        if not plain or not collating.now:
             return collate_tensors(batch, collate_fn_map=collate_fn_map)
         return torch.stack(batch, 0, out=self._allocate((len(batch), *first.shape), first.dtype))
 

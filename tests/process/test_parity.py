@@ -391,6 +391,16 @@ def test_default_collate_inside_collate_fn(size: int) -> None:
     same(lambda Loader: list(Loader(dataset, batch_size=2, num_workers=2, collate_fn=_collate_and_more)))
 
 
+def _stacked_in_shared_memory(_: int) -> bool:
+    return default_collate([torch.ones(8)] * 2).is_shared()
+
+
+def test_default_collate_inside_a_dataset_is_torchs() -> None:
+    """In the memory of the batch, its tensors would not be free before the batch is sent."""
+    dataset = Numbers(4, _stacked_in_shared_memory)
+    assert same(lambda Loader: list(Loader(dataset, None, num_workers=1))) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("dataset", "workers"),
     [
