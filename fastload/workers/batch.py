@@ -393,6 +393,7 @@ class IterableSource(BatchSource):
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._counters = BatchCounters(setup.dataset)
+        self._collation = Collation(setup.collate_fn, auto_collation=setup.auto_collation)
         self._fetcher = self._new_fetcher()
 
     def resume(self, position: WorkerState | None) -> None:
@@ -400,11 +401,13 @@ class IterableSource(BatchSource):
 
     def _new_fetcher(self) -> Any:
         setup = self._setup
-        collate = partial(_collate_counted, setup, self._counters)  # without `self`: a cycle would live on
+        # Without `self`: a cycle would live on.
+        collate = partial(_collate_counted, self._collation, self._counters)
         return IterableFetcher(setup.dataset, setup.auto_collation, collate, setup.drop_last)
 
     def start_epoch(self, start: EpochStart) -> None:
         """Iterate again. The first epoch has its iterator already, which may have been resumed."""
+        self._collation.start_epoch()
         if start.first == 0:
             return
         if start.shared_seed is not None:
@@ -427,11 +430,11 @@ class IterableSource(BatchSource):
         return self._counters.drain(), []
 
 
-def _collate_counted(setup: WorkerSetup, counters: BatchCounters, samples: Any) -> Any:
+def _collate_counted(collation: Collation, counters: BatchCounters, samples: Any) -> Any:
     """Return the batch of these samples, and count it: the last one of an epoch may have fewer."""
-    with collating:
-        batch = setup.collate_fn(samples)
-    counters.made_batch(len(samples) if setup.auto_collation else 1)
+    with collation.on_host(), collating:
+        batch = collation.function(samples)
+    counters.made_batch(len(samples) if collation.auto_collation else 1)
     return batch
 
 
@@ -446,11 +449,12 @@ class Collation:
         auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
 
     Attributes:
-        direct: torch's own `default_collate` makes the batches, so a dataset may write their rows in its place.
+        function, auto_collation: see above; `function` is the `collate_fn`.
+        direct: torch's own `default_collate` makes the batches, so a dataset may write their rows instead.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
-        self._function = collate_fn
+        self.function = collate_fn
         self.auto_collation = auto_collation
         self.direct = auto_collation and collate_fn is default_collate and collates_as_torch()
         self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -461,7 +465,7 @@ class Collation:
         torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
         """
         moved = default_device().type != "cpu"
-        moved = moved and self._function in (default_collate, default_convert)
+        moved = moved and self.function in (default_collate, default_convert)
         self.on_host = partial(torch.device, "cpu") if moved else contextlib.nullcontext
 
     def indices(self, index: Any) -> list[Any]:
@@ -477,9 +481,9 @@ class Collation:
         """
         with self.on_host(), collating:
             try:
-                return self._function(samples if self.auto_collation else samples[0])
+                return self.function(samples if self.auto_collation else samples[0])
             except Exception as error:
-                if self._function is default_collate:
+                if self.function is default_collate:
                     tell_mismatch(error, samples, name)
                 raise
 
