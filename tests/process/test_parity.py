@@ -484,6 +484,21 @@ def test_batch_sampler_that_fills_one_buffer(buffer: Any, workers: int, tmp_path
             assert [batch.tolist() for batch in loader] == rest
 
 
+class Buckets(list[list[int]]):
+    """Batches of several sizes."""
+
+    batch_size = (2, 1)
+
+
+def test_batch_sampler_with_a_batch_size_that_is_no_number(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}").write_text(str(number))
+    with contextlib.closing(fastload.ObjectDataset(str(tmp_path), decode=int)) as objects:
+        loader = fastload.DataLoader(objects, batch_sampler=Buckets([[0, 1], [2]]))
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
+        assert loader.state_dict()["batch_size"] is None
+
+
 LENGTHS = [5, 5], [0, 4], [7, 2], [0, 0]
 WAYS: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}]
 IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
