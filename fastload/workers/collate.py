@@ -178,9 +178,8 @@ def tell_more(error: Exception, text: str) -> None:
 def note_sample(error: Exception) -> None:
     """Show the name of the sample below the text of an error that does not leave this process."""
     sample = error.__dict__.pop("fastload_sample", "")
-    if sample:
-        # One instance may be raised again and again: only the last note stays.
-        error.__notes__ = [
-            note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")
-        ]
-        error.add_note(f"({sample})")
+    if not sample:
+        return
+    # One instance may be raised again and again: only the last note stays.
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")]
+    error.__dict__["__notes__"] = [*notes, f"({sample})"]  # a frozen dataclass takes no attribute

@@ -477,5 +477,5 @@ def _key_of(dataset: Any, index: Any) -> str | None:
 def _drop_traceback(error: BaseException | None) -> None:
     """Drop the frames, which would keep the errors, the batch and the iterator until the next collection."""
     while error is not None and error.__traceback__ is not None:
-        error.__traceback__ = None
+        error.with_traceback(None)
         error = error.__cause__ or error.__context__

@@ -678,6 +678,28 @@ def test_an_error_and_then_the_rest(error: Exception, workers: int) -> None:
     assert len(same(body)) == 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attribute."""
+
+    path: str
+
+
+def _raise_frozen_at_three(index: int) -> int:
+    if index == 3:
+        raise Frozen("3.txt")
+    return index
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_error_that_takes_no_attribute(workers: int) -> None:
+    dataset = Numbers(6, _raise_frozen_at_three)
+    told_of = same(lambda Loader: given_or_told(Loader(dataset, batch_size=2, num_workers=workers)))
+    assert told_of[1][0] is Frozen
+    loader = fastload.DataLoader(dataset, batch_size=2, num_workers=workers, on_error="repeat")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 2], [4, 5]]
+
+
 @pytest.mark.parametrize("ahead", [None, 1, 3])
 def test_how_far_ahead_indices_are_drawn(ahead: int | None) -> None:
     def body(Loader: Any) -> Any:
