@@ -209,7 +209,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         def __getattr__(self, name: str) -> Any:
             if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
                 return is_prepared(self, self.device)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return object.__getattribute__(self, name)  # raises the error of a property itself
 
     def __repr__(self) -> str:
         length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)

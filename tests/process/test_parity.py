@@ -190,6 +190,20 @@ def test_refused_at_iteration() -> None:
         iter(fastload.DataLoader(Numbers(4), num_workers=1, prefetch_factor=0))  # torch's says no more
 
 
+def test_error_of_a_property_is_its_own() -> None:
+    def body(Loader: Any) -> Any:
+        class Named(Loader):  # type: ignore[misc]
+            @property
+            def names(self) -> Any:
+                return self.dataset.clases
+
+        return Named(Numbers(2)).names
+
+    assert "'clases'" in same(body)[1]
+    raised = same(lambda Loader: Loader(Numbers(2)).clases)
+    assert raised == (AttributeError, "'DataLoader' object has no attribute 'clases'")
+
+
 @pytest.mark.parametrize(
     "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
 )
