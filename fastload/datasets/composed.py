@@ -168,6 +168,8 @@ class SubsetView(ChoosingView):
         self._indices = indices
 
     def locate(self, index: Any) -> Location:
+        if isinstance(index, list):  # a whole batch by one index, as torch's Subset takes it
+            return 0, (), [self._indices[number] for number in index]
         return 0, (), self._indices[index]
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
@@ -199,7 +201,7 @@ class ConcatView(ChoosingView):
 
     def __init__(self, parts: Sequence[View], ends: Sequence[int]) -> None:
         super().__init__(parts, "a ConcatDataset")
-        self.bulk = False  # torch's ConcatDataset asks its parts for one sample at a time
+        self.ask_alone()  # as torch's ConcatDataset does
         self._starts, self._ends = [0, *ends[:-1]], ends
 
     def locate(self, index: Any) -> Location:

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError
-from fastload.images.rng import mix_all, sample_seeds
+from fastload.images.rng import SampleSeeds, mix_all, sample_seeds
 from fastload.order.sampler import indexed_length
 from fastload.store.budget import RequestBudget
 from fastload.store.failures import redacted
@@ -204,6 +204,12 @@ class View(ABC):
         self.override = next((part.override for part in parts if part.override is not None), None)
         self.uses_all = all(part.uses_all for part in parts)
         self.bulk = any(part.bulk for part in parts)
+
+    def ask_alone(self) -> None:
+        """Call the `__getitem__` of datasets that have `__getitems__` too, as torch's loader does here."""
+        self.bulk = False
+        for part in self.parts:
+            part.ask_alone()
 
     def leaves(self) -> Iterator[Any]:
         """Return the datasets over a store, which read and write the rows."""
@@ -382,7 +388,19 @@ class PlainView(View):
         pass
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
-        return [partial(operator.getitem, self.dataset, index) for index in indices]
+        """As `View.prepare`. A `__getitems__` is called now; with a seed, for one sample at a time."""
+        if not self.bulk:
+            return [partial(operator.getitem, self.dataset, index) for index in indices]
+        many = self.dataset.__getitems__
+        if SampleSeeds.current() is not None:
+            return [partial(_first_of, many, index) for index in indices]
+        samples = list(many(indices))
+        if len(samples) != len(indices):
+            raise ValueError(
+                f"__getitems__ of {type(self.dataset).__name__} returned {len(samples)} samples for "
+                f"{len(indices)} indices: return one sample for each"
+            )
+        return [partial(operator.getitem, samples, row) for row in range(len(indices))]
 
 
 class AnnouncedView(PlainView):
@@ -452,6 +470,10 @@ def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
     except (TypeError, OverflowError):
         digests = [xxhash.xxh3_64_intdigest(repr(index).encode("utf-8", "replace")) for index in indices]
         return np.array(digests, np.uint64).view(np.int64)
+
+
+def _first_of(many: Callable[[list[Any]], Sequence[Any]], index: Any) -> Any:
+    return many([index])[0]
 
 
 def reraise(error: Exception) -> NoReturn:

@@ -47,6 +47,7 @@ from fastload.store.budget import RequestBudget, RequestCounts
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler
+from fastload.workers.collate import collates_as_torch
 from fastload.workers.memory_limit import MemoryLimit, MemoryUse
 from fastload.workers.processes import WorkerProcesses
 from fastload.workers.protocol import WorkerSetup
@@ -299,7 +300,8 @@ def kernel_threads(loader: Any, context: LoaderContext) -> int:
     0: each of `num_workers` processes makes its own batches. So it is where code of the user's runs for a
     sample or a batch, and with shards and tables.
     """
-    ours = loader.collate_fn is default_collate and loader._auto_collation and loader.worker_init_fn is None
+    collates = loader.collate_fn is default_collate and loader._auto_collation and collates_as_torch()
+    ours = collates and loader.worker_init_fn is None
     asked_for = loader.processes or loader.threads or context.decoding is not None
     if not ours or asked_for or isinstance(loader.dataset, IterableDataset):
         return 0

@@ -210,7 +210,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         def __getattr__(self, name: str) -> Any:
             if name == ASKED_BY_PREPARE and torch.utils.data.DataLoader is not DataLoader:
                 return is_prepared(self, self.device)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return object.__getattribute__(self, name)  # raises the error of a property itself
 
     def __repr__(self) -> str:
         length = None if isinstance(self.dataset, IterableDataset) else known_length(self.dataset)
@@ -254,10 +254,11 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         Exact at any point: before the first batch, between batches, after the last batch (the resumed epoch
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
         lost or repeated, except for the padding or truncation at the end of an epoch that ranks share. A
-        state is JSON of one to ten kilobytes for any number of samples, and more with the state of a
-        generator, or of a sampler or dataset of your own. It serves on all ranks; only its digest is that of
-        the rank that saved it. In the middle of an epoch of streams it serves on that rank alone: each rank
-        saves its own, and the number of ranks can change between epochs only.
+        state is JSON of one to ten kilobytes for any number of samples, with some hundred bytes more for each
+        of the last 10,000 epochs, and more with the state of a generator, or of a sampler or dataset of your
+        own. It serves on all ranks; only its digest is that of the rank that saved it. In the middle of an
+        epoch of streams it serves on that rank alone: each rank saves its own, and the number of ranks can
+        change between epochs only.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their

@@ -82,7 +82,9 @@ class IterationStart:
     def seeding(self, loader: Any) -> Iterator[None]:
         """Stand around the constructor of torch's iterator, which draws the base seed."""
         samplers = Samplers.of(loader)
-        on_host = contextlib.nullcontext() if _is_iterable(loader) else samplers.seeding()
+        # Ranks share the seed of a data pipe, and NCCL sends it from a device only.
+        piped = isinstance(loader.dataset, IterDataPipe)
+        on_host = contextlib.nullcontext() if piped else samplers.seeding()
         generators = samplers.generators() if self.drawn else {}
         with on_host, torch.random.fork_rng(devices=[], enabled=self.drawn):
             yield

@@ -20,6 +20,7 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, reading_of, sources_of
 from fastload.order.exclusions import Exclusions, Filter, Samples, Segment
 from fastload.order.order import EpochOrder, order_at, segments_of
+from fastload.order.position import ORDERS_KEPT
 from fastload.order.sampler import indexed_length, known_length
 from fastload.order.samplers import Samplers, is_stateful
 from fastload.workers.sample_threads import GeneratorStates
@@ -88,7 +89,8 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         orders = []
     if not orders and epoch < running:
         raise ArgumentError(
-            f"nothing is known of epoch {epoch}: this loader, or the state that it loaded, was made later"
+            f"nothing is known of epoch {epoch}: this loader, or the state that it loaded, was made later, "
+            f"or {ORDERS_KEPT:,} others have begun since"
         )
     if not orders:
         if context.position.reads_streams(loader):
@@ -144,6 +146,7 @@ def _order_of_streams(read: str) -> str:
 def _sample_at(loader: Any, step: Step, row: int, index: Any) -> SampleAt:
     """Return the sample as it is made in that epoch."""
     rows, seed, epoch = view_of(loader.dataset), step.seed or 0, step.epoch
+    rows.ask_alone()  # a `__getitems__` may return its samples in any form
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
     sample, key, error = None, None, ""

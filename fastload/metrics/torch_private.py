@@ -12,6 +12,7 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 | `numpy_seed`, `set_worker_info` | workers draw what torch's workers draw | workers |
 | `handle_dead_workers_signals` | SIGBUS in a worker names shared memory | one error text |
 | `collate_tensors`, `collate_map` | tensors are stacked into a batch slot | one more copy of each batch |
+| `is_collate_function` | an entry of the user's in that map is obeyed | rows are made one by one |
 | `is_exiting` | at exit nothing may be ended that is half gone | tracebacks at exit |
 | `profiler_enabled` | a range costs nothing while no profiler runs | microseconds per batch |
 | `default_store` | ranks agree through torch.distributed's store | several ranks that read streams |
@@ -41,6 +42,11 @@ collate_tensors: Any = collate.collate_tensor_fn
 handle_dead_workers_signals: Any = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
 numpy_seed: Any = worker._generate_state
 shard_data_pipe: Any = _sharding_worker_init_fn
+
+
+def is_collate_function(function: Any) -> bool:
+    """Return whether it is one of those that torch has put into `collate_map`."""
+    return function is not None and vars(collate).get(getattr(function, "__name__", "")) is function
 
 
 def pin_memory(batch: Any, device: str | None) -> Any:

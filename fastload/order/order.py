@@ -130,8 +130,8 @@ class EpochOrder:
         if self.forgotten:
             raise ArgumentError(
                 f"the order of epoch {self.epoch} was drawn from a generator or sampler whose state is kept "
-                "for the last two epochs only: use fastload.DistributedSampler, whose orders are known for "
-                "ever"
+                "for the last two epochs only: use fastload.DistributedSampler, whose orders are known by "
+                "the number of the epoch"
             )
         if self.origin is None and not (samplers.tracks_state or samplers.known_by_epoch):
             raise ArgumentError(

@@ -1,14 +1,16 @@
 """How much of an epoch was delivered, the order that it is delivered in, and the orders of past epochs.
 
-The orders of a run are kept, some hundred bytes per epoch, so that they can be recreated.
+The orders of the last 10,000 epochs are kept, some hundred bytes each, so that they can be recreated.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import ArgumentError
@@ -19,7 +21,8 @@ from fastload.order.samplers import Origin, Samplers, SamplerState, check_of
 from fastload.order.state import Coming, DatasetState, State, StreamState, WorkerState
 
 _END = object()
-_STATES_KEPT = 2  # epochs whose order comes from a generator's or a sampler's state: kilobytes each
+ORDERS_KEPT = 10_000  # of the last epochs: a kilobyte of memory each, and some hundred bytes of a state
+_epoch_of = attrgetter("epoch")
 
 
 class Streams(Protocol):
@@ -289,19 +292,26 @@ class History:
     def begin(self, position: Position) -> None:
         """Note that an epoch begins, or goes on after a resume."""
         known = self.find(position.epoch)
-        self._orders = [order for order in self._orders if order.epoch < position.epoch]
+        del self._orders[self._start(position.epoch) :]
         self._orders += continued(known if position.batches else [], position.order)
+        del self._orders[:-ORDERS_KEPT]
         self._running = position
 
     def find(self, epoch: int | None = None) -> list[EpochOrder]:
         """Return the orders of an epoch that has begun, [] where nothing is known; None: all orders."""
         self._settle()
-        return [order for order in self._orders if epoch in (None, order.epoch)]
+        if epoch is None:
+            return list(self._orders)
+        return self._orders[self._start(epoch) : self._start(epoch + 1)]
+
+    def _start(self, epoch: int) -> int:
+        """Return the position of the first order that is of this epoch or a later one."""
+        return bisect.bisect_left(self._orders, epoch, key=_epoch_of)
 
     def load(self, orders: list[EpochOrder]) -> None:
         """Take up the history in a loader's state."""
         self._running = None
-        self._orders = copy.deepcopy(orders)
+        self._orders = sorted(copy.deepcopy(orders), key=_epoch_of)
 
     def coming(self, samplers: Samplers, epoch: int, coming: int, *, persistent: bool) -> EpochOrder:
         """Return the order of an epoch that has not begun, where that is known already.
@@ -354,13 +364,21 @@ class History:
         samplers, drawn = position.samplers, position.order
         last = replace(last, origin=drawn.origin, generators=drawn.generators or None)
         self._orders[-1] = replace(last, check=position.drawn if samplers.checked else None)
-        kept = sorted({order.epoch for order in self._orders})[-_STATES_KEPT:][0]
-        for number, order in enumerate(self._orders):
-            if order.epoch == position.epoch:
-                if _proportions(order) is not None and _proportions(order) == _proportions(last):
-                    self._orders[number] = replace(order, sampler=samplers.with_changes(order.sampler))
-            elif order.epoch < kept:
-                self._orders[number] = _without_states(order)
+        running = self._start(position.epoch)
+        for number in range(running, len(self._orders)):
+            order = self._orders[number]
+            if _proportions(order) is not None and _proportions(order) == _proportions(last):
+                self._orders[number] = replace(order, sampler=samplers.with_changes(order.sampler))
+        if running:
+            self._forget_before(self._orders[running - 1].epoch)
+
+    def _forget_before(self, epoch: int) -> None:
+        """Drop the states of earlier epochs, from the last one back to those of which they were dropped."""
+        for number in reversed(range(self._start(epoch))):
+            order = _without_states(self._orders[number])
+            if order is self._orders[number]:
+                break
+            self._orders[number] = order
 
 
 def continued(orders: list[EpochOrder], order: EpochOrder) -> list[EpochOrder]:

@@ -33,7 +33,7 @@ from fastload.metrics.machine import default_device
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
-from fastload.workers.collate import tell_mismatch
+from fastload.workers.collate import collates_as_torch, collating, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
@@ -68,12 +68,14 @@ class BatchSource:
 
     Attributes:
         fingerprint: of the batch that was made last; None where the samples have no index.
+        remembers: a batch depends on those made before it: by the generators of this process, or an iterator.
     """
 
     fingerprint: Fingerprint | None = None
+    remembers = True
 
     def start_epoch(self, start: EpochStart) -> None:
-        """Begin an epoch. Work of the one before was cancelled."""
+        """Begin an epoch. No work of the one before is left."""
         raise NotImplementedError
 
     def begin_batch(self, index: Any) -> BegunBatch | None:
@@ -180,6 +182,8 @@ class BatchMaker(BatchSource):
         )
         self._fingerprint_of = partial(fingerprint_of, rows, seeded=setup.seeded, logged=setup.logged)
         self._stateful = is_stateful(setup.dataset)
+        by_kernel = rows.made_by_kernel() and self._collation.direct
+        self.remembers = self._stateful or not (setup.seeded or by_kernel)
         # A trainer that makes its own batches runs other code too, which must not see what threads draw.
         shares = setup.num_workers == 0
         self._threads = SampleThreads(setup.threads, self._seeds, shares=shares) if threaded else None
@@ -335,7 +339,7 @@ class BatchMaker(BatchSource):
             if self._seeds is not None and indices:
                 self._seeds.set(indices[-1])
             return self._collation(samples, lambda row: self._errors.name(indices[row]))
-        with self._collation.on_host():
+        with self._collation.on_host(), collating:
             images = self._rows.encoded() if encoded else None
             if images is not None:
                 return images.finish_batch(batch)
@@ -389,6 +393,7 @@ class IterableSource(BatchSource):
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._counters = BatchCounters(setup.dataset)
+        self._collation = Collation(setup.collate_fn, auto_collation=setup.auto_collation)
         self._fetcher = self._new_fetcher()
 
     def resume(self, position: WorkerState | None) -> None:
@@ -396,11 +401,13 @@ class IterableSource(BatchSource):
 
     def _new_fetcher(self) -> Any:
         setup = self._setup
-        collate = partial(_collate_counted, setup, self._counters)  # without `self`: a cycle would live on
+        # Without `self`: a cycle would live on.
+        collate = partial(_collate_counted, self._collation, self._counters)
         return IterableFetcher(setup.dataset, setup.auto_collation, collate, setup.drop_last)
 
     def start_epoch(self, start: EpochStart) -> None:
         """Iterate again. The first epoch has its iterator already, which may have been resumed."""
+        self._collation.start_epoch()
         if start.first == 0:
             return
         if start.shared_seed is not None:
@@ -413,6 +420,7 @@ class IterableSource(BatchSource):
             with self._counters.timed("decode"):
                 return self._fetcher.fetch(index)
         except StopIteration:
+            self._fetcher.ended = True  # an iterator that is asked again may begin anew, or wait
             raise StreamOver from None
 
     def state(self) -> DatasetState | None:
@@ -422,10 +430,11 @@ class IterableSource(BatchSource):
         return self._counters.drain(), []
 
 
-def _collate_counted(setup: WorkerSetup, counters: BatchCounters, samples: Any) -> Any:
+def _collate_counted(collation: Collation, counters: BatchCounters, samples: Any) -> Any:
     """Return the batch of these samples, and count it: the last one of an epoch may have fewer."""
-    batch = setup.collate_fn(samples)
-    counters.made_batch(len(samples) if setup.auto_collation else 1)
+    with collation.on_host(), collating:
+        batch = collation.function(samples)
+    counters.made_batch(len(samples) if collation.auto_collation else 1)
     return batch
 
 
@@ -440,13 +449,14 @@ class Collation:
         auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
 
     Attributes:
-        direct: `default_collate` makes the batches, so a dataset may write their rows in its place.
+        function, auto_collation: see above; `function` is the `collate_fn`.
+        direct: torch's own `default_collate` makes the batches, so a dataset may write their rows instead.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
-        self._function = collate_fn
+        self.function = collate_fn
         self.auto_collation = auto_collation
-        self.direct = auto_collation and collate_fn is default_collate
+        self.direct = auto_collation and collate_fn is default_collate and collates_as_torch()
         self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def start_epoch(self) -> None:
@@ -455,7 +465,7 @@ class Collation:
         torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
         """
         moved = default_device().type != "cpu"
-        moved = moved and self._function in (default_collate, default_convert)
+        moved = moved and self.function in (default_collate, default_convert)
         self.on_host = partial(torch.device, "cpu") if moved else contextlib.nullcontext
 
     def indices(self, index: Any) -> list[Any]:
@@ -469,11 +479,11 @@ class Collation:
             Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that
                 do not fit together.
         """
-        with self.on_host():
+        with self.on_host(), collating:
             try:
-                return self._function(samples if self.auto_collation else samples[0])
+                return self.function(samples if self.auto_collation else samples[0])
             except Exception as error:
-                if self._function is default_collate:
+                if self.function is default_collate:
                     tell_mismatch(error, samples, name)
                 raise
 

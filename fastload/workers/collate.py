@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fastload.datasets.views import Allocate
-from fastload.metrics.torch_private import collate_map, collate_tensors
+from fastload.metrics.torch_private import collate_map, collate_tensors, is_collate_function
 
 
 def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str:
@@ -86,15 +86,63 @@ def _form(value: Any) -> str:
 _REMEDY = "pass collate_fn, or make all samples alike in the dataset's transform"
 
 
+# What a dataset of fastload's writes into a batch without `default_collate`.
+_WRITTEN = (torch.Tensor, np.ndarray, np.bool_, np.int64, np.float32, bool, int, float, str, bytes)
+
+
+def collates_as_torch() -> bool:
+    """Return whether nobody has changed what `default_collate` makes of the values that fastload writes itself.
+
+    Its map is torch's documented extension point.
+    """
+    return all(_is_torchs(_function_for(kind)) for kind in _WRITTEN)
+
+
+def _function_for(kind: type) -> Any:
+    """Return what `default_collate` calls for values of this type, as it finds that."""
+    fitting = (function for kinds, function in collate_map.items() if issubclass(kind, kinds))
+    return collate_map.get(kind) or next(fitting, None)
+
+
+def _is_torchs(function: Any) -> bool:
+    return isinstance(function, _StackInto) or is_collate_function(function)
+
+
 def collate_into(allocate: Allocate) -> None:
     """Make torch's `default_collate`, in this process, stack tensors into memory from `allocate`.
 
-    The map is torch's documented extension point, so a `collate_fn` that calls `default_collate` gains too.
-    An entry that somebody else has put there stays. Only this thread stacks into the slot of its batch.
+    A `collate_fn` that calls `default_collate` gains too. An entry that somebody else has put there stays.
     """
-    thread = threading.get_ident()
+    if collate_map[torch.Tensor] is collate_tensors:
+        collate_map[torch.Tensor] = _StackInto(allocate)
 
-    def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+
+class Collating(threading.local):
+    """Entered by a thread while it makes a batch of samples.
+
+    What a dataset stacks by `default_collate` lies elsewhere: it is often dropped at once, and the memory of a
+    batch is not free again before the batch is sent.
+    """
+
+    now = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *_: object) -> None:
+        self.now = False
+
+
+collating = Collating()
+
+
+class _StackInto:
+    """Stacks tensors as torch does; those of a batch into memory from `allocate`."""
+
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
         plain = not first.is_nested and all(
             type(tensor) is torch.Tensor
@@ -105,12 +153,9 @@ def collate_into(allocate: Allocate) -> None:
             and not tensor.requires_grad
             for tensor in batch
         )
-        if not plain or threading.get_ident() != thread:
-            return collate_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-        return torch.stack(batch, 0, out=allocate((len(batch), *first.shape), first.dtype))
-
-    if collate_map[torch.Tensor] is collate_tensors:
-        collate_map[torch.Tensor] = stack
+        if not plain or not collating.now:
+            return collate_tensors(batch, collate_fn_map=collate_fn_map)
+        return torch.stack(batch, 0, out=self._allocate((len(batch), *first.shape), first.dtype))
 
 
 def tell_mismatch(error: Exception, samples: Any, name: Callable[[int], str]) -> None:
@@ -133,9 +178,8 @@ def tell_more(error: Exception, text: str) -> None:
 def note_sample(error: Exception) -> None:
     """Show the name of the sample below the text of an error that does not leave this process."""
     sample = error.__dict__.pop("fastload_sample", "")
-    if sample:
-        # One instance may be raised again and again: only the last note stays.
-        error.__notes__ = [
-            note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")
-        ]
-        error.add_note(f"({sample})")
+    if not sample:
+        return
+    # One instance may be raised again and again: only the last note stays.
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")]
+    error.__dict__["__notes__"] = [*notes, f"({sample})"]  # a frozen dataclass takes no attribute

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from fastload.datasets.views import Prefetches, RowErrors, RowRequests, View, current_reader, noted_prefetches
+from fastload.datasets.views import (
+    MadeSample,
+    Prefetches,
+    RowErrors,
+    RowRequests,
+    View,
+    current_reader,
+    noted_prefetches,
+)
 from fastload.datasets.wrappers import substitutes, view_of
 from fastload.errors import (
     FastloadError,
@@ -185,7 +193,8 @@ class SampleReader:
     ) -> None:
         self._dataset = dataset
         self._rows = rows
-        self._bulk = auto_collation and rows.bulk
+        if not auto_collation:
+            rows.ask_alone()
         self._seeds = seeds
         self._errors = errors
         self._counters = counters
@@ -196,7 +205,7 @@ class SampleReader:
         """Let the threads begin with an index batch that will be read after those announced before."""
         if self._threads is None or self._by_rows():
             return
-        if self._bulk and self._seeds is None:
+        if self._rows.bulk and self._seeds is None:
             tasks = [self._threads.submit(index, partial(self._dataset.__getitems__, index))]
         else:
             last = len(indices) - 1
@@ -218,7 +227,9 @@ class SampleReader:
             seed, epoch: of the randomness of rows.
         """
         tasks, before = self._announced.take(index), self._counted()
-        if self._bulk and self._seeds is None:
+        by_rows = self._by_rows()
+        bulk = self._rows.bulk and not by_rows
+        if bulk and self._seeds is None:
             try:
                 with self._counters.timed("decode"):
                     many = partial(self._dataset.__getitems__, index)
@@ -229,7 +240,7 @@ class SampleReader:
                 self._errors.raise_uncovered(error)  # else one by one, to find the bad ones
                 tasks = []
         parts: list[Any] = [None] * len(indices)
-        if self._by_rows():
+        if by_rows:
             if self._threads is not None:
                 self._threads.cancel(tasks)  # the transform was set after they were announced
             fill: _Fill = partial(self._fill_from_rows, seed=seed, epoch=epoch)
@@ -244,11 +255,11 @@ class SampleReader:
         errors = fill(parts, list(enumerate(indices)))
         resolved = self._errors.resolve(indices, errors, partial(fill, parts), copy)
         self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
-        return [sample for part in parts for sample in part] if self._bulk else parts, resolved
+        return [sample for part in parts for sample in part] if bulk else parts, resolved
 
     def _by_rows(self) -> bool:
-        """Return whether samples are made from rows that fastload fills. `__getitems__` gets its own call."""
-        return not self._rows.bulk and self._rows.writes()
+        """Return whether samples are made from rows that fastload fills."""
+        return self._rows.writes()
 
     def _counted(self) -> float:
         """Return samples that the datasets count themselves."""
@@ -266,14 +277,27 @@ class SampleReader:
         return self._fill_each(parts, requests, makes)
 
     def _fill_from_rows(self, parts: list[Any], requests: RowRequests, seed: int, epoch: int) -> RowErrors:
-        with self._seeds or contextlib.nullcontext():
-            made = self._rows.prepare([index for _, index in requests], seed, epoch)
+        indices = [index for _, index in requests]
+        try:
+            made = self._prepare(indices, seed, epoch)
+        except Exception as error:
+            if not self._rows.bulk:
+                raise
+            self._errors.raise_uncovered(error)  # else one by one, to find the bad ones
+            made = [partial(self._make_alone, index, seed, epoch) for index in indices]
         # Not `seeds.call`, which may make a sample twice: functions may change the row in place.
         makes = [
             partial(self._make_seeded, partial(_checked, make, index), index)
             for (_, index), make in zip(requests, made, strict=True)
         ]
         return self._fill_each(parts, requests, makes)
+
+    def _prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        with self._seeds or contextlib.nullcontext():
+            return self._rows.prepare(indices, seed, epoch)
+
+    def _make_alone(self, index: Any, seed: int, epoch: int) -> Any:
+        return self._prepare([index], seed, epoch)[0]()
 
     def _make_seeded(self, make: Callable[[], Any], index: Any) -> Any:
         if self._seeds is not None:
@@ -313,7 +337,7 @@ class SampleReader:
 
     def _sample(self, index: Any) -> Any:
         """Return one sample; a list with it where a `__getitems__` makes the samples."""
-        if self._bulk:
+        if self._rows.bulk:
             return _checked(partial(self._dataset.__getitems__, [index]), index)
         return _checked(partial(operator.getitem, self._dataset, index), index)
 
@@ -453,5 +477,5 @@ def _key_of(dataset: Any, index: Any) -> str | None:
 def _drop_traceback(error: BaseException | None) -> None:
     """Drop the frames, which would keep the errors, the batch and the iterator until the next collection."""
     while error is not None and error.__traceback__ is not None:
-        error.__traceback__ = None
+        error.with_traceback(None)
         error = error.__cause__ or error.__context__

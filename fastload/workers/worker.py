@@ -236,25 +236,40 @@ class _Worker:
             self._flush_cache()
 
     def _start_epoch(self, start: EpochStart) -> None:
+        source = self.source if self._broken is None else None
+        unwanted, self._work = self._work, deque()
+        if source is not None:
+            for work in unwanted:
+                self._pass_over(source, work)
         # Batches of an earlier epoch that are still on their way do not count in this one: no message would
         # report that they left the loader.
         self._made = self._consumed = 0
         self._fresh = True
         self._refused.clear()
         self._epoch_failure = None
-        unwanted, self._work = self._work, deque()
-        if self._broken is not None or self.source is None:
+        if source is None:
             return
-        for work in unwanted:
-            begun = self._take_begun(work)
-            if begun is not None:
-                self.source.end_batch(begun)
-                self._slots.abandon()
-            self.source.cancel(work.index)
         try:
-            self.source.start_epoch(start)
+            source.start_epoch(start)
         except Exception as error:
             self._epoch_failure = Failure.of(error)
+
+    def _pass_over(self, source: BatchSource, work: Work) -> None:
+        """Make and drop a batch of an epoch that was left, where the next ones depend on it; else cancel it.
+
+        torch's workers make all that they were given before they begin an epoch. So what comes next does not
+        depend on how far this one had come.
+        """
+        begun = self._take_begun(work)
+        refused = self._epoch_failure is not None or work.seq in self._refused
+        if source.remembers and not refused and not self._is_ahead():
+            self._made += 1
+            with suppress(Exception):  # nobody waits for it
+                source.make_batch(work.index, encoded=work.encoded, begun=begun)
+        elif begun is not None:
+            source.end_batch(begun)
+        self._slots.abandon()
+        source.cancel(work.index)
 
     def _begin(self, work: Work) -> BegunBatch | None:
         """Let other threads fill this batch and the next one; return this one, if they do.

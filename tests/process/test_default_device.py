@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, RandomSampler, default_convert
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, default_convert
 
 import fastload
 from fastload import CenterCrop, DataLoader, DistributedSampler, ImageFolder
@@ -94,6 +94,27 @@ def test_two_epochs_under_a_default_device_are_the_same(options: dict[str, Any],
         loader: Any = DataLoader(
             Samples(), **{"batch_size": 4, "shuffle": True, "num_workers": workers, "seed": 1} | options
         )
+        return [*loader, *loader]
+
+    expected = drawn(epochs)
+    with default("meta"):
+        found = drawn(epochs)
+    same(found, expected)
+
+
+class Streamed(IterableDataset[Any]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Any:
+        return map(Samples().__getitem__, range(LENGTH))
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_an_iterable_dataset_lie_on_the_host(batch_size: int | None, workers: int) -> None:
+    def epochs() -> Any:
+        persistent = workers > 0
+        loader: Any = DataLoader(Streamed(), batch_size, num_workers=workers, persistent_workers=persistent)
         return [*loader, *loader]
 
     expected = drawn(epochs)

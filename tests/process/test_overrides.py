@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import fastload
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
@@ -120,6 +121,25 @@ def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
                 torch.manual_seed(3)
                 batches.append(told(list(loader(data, **arguments))))
             assert batches[0] == batches[1], name
+
+
+COLLATED: dict[Any, Callable[..., Any]] = {
+    int: lambda batch, *, collate_fn_map=None: torch.tensor(batch, dtype=torch.int32),
+    torch.Tensor: lambda batch, *, collate_fn_map=None: torch.stack(batch).half(),
+}
+
+
+@pytest.mark.parametrize("kind", COLLATED)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_function_in_the_map_of_default_collate_is_obeyed_as_by_torch(
+    kind: Any, workers: int, photos: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, kind, COLLATED[kind])
+    dataset = opened(ImageFolder(str(photos), FUSED))
+    theirs, ours = torch.utils.data.DataLoader(dataset, 5), DataLoader(dataset, 5, num_workers=workers)
+    for (images, labels), expected in zip(ours, theirs, strict=True):
+        assert [images.dtype, labels.dtype] == [column.dtype for column in expected]
+        assert told([images, labels]) == told(expected)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, Subset, default_collate
 
 import fastload
 from tests.loaderdata import (
@@ -186,6 +188,20 @@ def test_refused_at_iteration() -> None:
     same(lambda Loader: list(Loader(Numbers(0), shuffle=True)))
     with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
         iter(fastload.DataLoader(Numbers(4), num_workers=1, prefetch_factor=0))  # torch's says no more
+
+
+def test_error_of_a_property_is_its_own() -> None:
+    def body(Loader: Any) -> Any:
+        class Named(Loader):  # type: ignore[misc]
+            @property
+            def names(self) -> Any:
+                return self.dataset.clases
+
+        return Named(Numbers(2)).names
+
+    assert "'clases'" in same(body)[1]
+    raised = same(lambda Loader: Loader(Numbers(2)).clases)
+    assert raised == (AttributeError, "'DataLoader' object has no attribute 'clases'")
 
 
 @pytest.mark.parametrize(
@@ -389,6 +405,16 @@ def test_default_collate_inside_collate_fn(size: int) -> None:
     same(lambda Loader: list(Loader(dataset, batch_size=2, num_workers=2, collate_fn=_collate_and_more)))
 
 
+def _stacked_in_shared_memory(_: int) -> bool:
+    return default_collate([torch.ones(8)] * 2).is_shared()
+
+
+def test_default_collate_inside_a_dataset_is_torchs() -> None:
+    """In the memory of the batch, its tensors would not be free before the batch is sent."""
+    dataset = Numbers(4, _stacked_in_shared_memory)
+    assert same(lambda Loader: list(Loader(dataset, None, num_workers=1))) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("dataset", "workers"),
     [
@@ -422,6 +448,17 @@ def test_samplers(dataset: Any, arguments: dict[str, Any], workers: int) -> None
         return list(loader), workers or list(loader), len(loader)
 
     same(body)
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: fastload.map(part, torch.neg)])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_subset_takes_a_list_as_one_index(wrap: Any, workers: int) -> None:
+    dataset = wrap(Subset(Numbers(10, torch.as_tensor), [9, 7, 5, 3, 1]))  # type: ignore[arg-type]
+
+    def body(Loader: Any) -> Any:
+        return list(Loader(dataset, batch_size=None, sampler=[[0, 1], [4, 2, -1]], num_workers=workers))
+
+    assert len(same(body)) == 2
 
 
 class Refills:
@@ -461,6 +498,21 @@ def test_batch_sampler_that_fills_one_buffer(buffer: Any, workers: int, tmp_path
             assert [batch.tolist() for batch in loader] == rest
 
 
+class Buckets(list[list[int]]):
+    """Batches of several sizes."""
+
+    batch_size = (2, 1)
+
+
+def test_batch_sampler_with_a_batch_size_that_is_no_number(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}").write_text(str(number))
+    with contextlib.closing(fastload.ObjectDataset(str(tmp_path), decode=int)) as objects:
+        loader = fastload.DataLoader(objects, batch_sampler=Buckets([[0, 1], [2]]))
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
+        assert loader.state_dict()["batch_size"] is None
+
+
 LENGTHS = [5, 5], [0, 4], [7, 2], [0, 0]
 WAYS: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}]
 IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
@@ -476,6 +528,48 @@ IN_WORKERS = (0, 0), (1, 1), (2, 0), (2, 2), (3, 1)  # those of the short form
 )
 def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], workers: int) -> None:
     same(lambda Loader: list(Loader(Stream(lengths), num_workers=workers, **arguments)))
+
+
+class Restarting(IterableDataset[int]):
+    """Is its own iterator, which goes on where it was, and begins anew when it is asked after its end."""
+
+    drawn = 0
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def __iter__(self) -> Restarting:
+        return self
+
+    def __next__(self) -> int:
+        time.sleep(0.005)  # a worker has not made all that it was given when the first batch is here
+        if self.drawn == self.end:
+            self.drawn = 0
+            raise StopIteration
+        self.drawn += 1
+        return self.drawn - 1
+
+
+def test_iterator_is_not_asked_again_after_its_end() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Restarting(4), batch_size=None, num_workers=1, persistent_workers=True)
+        return [list(loader) for _ in range(3)]
+
+    assert same(body) == [[0, 1, 2, 3]] * 3
+
+
+def _drawn_slowly(_: int) -> float:
+    time.sleep(0.005)
+    return random.random()
+
+
+@pytest.mark.parametrize("dataset", [Numbers(400, _drawn_slowly), Restarting(400)], ids=type)
+def test_epoch_that_was_left_early_has_moved_the_workers_as_far(dataset: Any) -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(dataset, batch_size=4, num_workers=2, persistent_workers=True)
+        return [list(itertools.islice(loader, taken)) for taken in (1, 3, 2)]
+
+    same(body)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -598,6 +692,28 @@ def test_an_error_and_then_the_rest(error: Exception, workers: int) -> None:
     assert len(same(body)) == 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attribute."""
+
+    path: str
+
+
+def _raise_frozen_at_three(index: int) -> int:
+    if index == 3:
+        raise Frozen("3.txt")
+    return index
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_error_that_takes_no_attribute(workers: int) -> None:
+    dataset = Numbers(6, _raise_frozen_at_three)
+    told_of = same(lambda Loader: given_or_told(Loader(dataset, batch_size=2, num_workers=workers)))
+    assert told_of[1][0] is Frozen
+    loader = fastload.DataLoader(dataset, batch_size=2, num_workers=workers, on_error="repeat")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 2], [4, 5]]
+
+
 @pytest.mark.parametrize("ahead", [None, 1, 3])
 def test_how_far_ahead_indices_are_drawn(ahead: int | None) -> None:
     def body(Loader: Any) -> Any:
@@ -609,6 +725,20 @@ def test_how_far_ahead_indices_are_drawn(ahead: int | None) -> None:
         return drawn
 
     same(body)
+
+
+@pytest.mark.parametrize("sampler", [list(range(12)), RecordingSampler(12)], ids=type)
+def test_warning_in_the_loop_is_shown_once(sampler: Any) -> None:
+    """Python forgets which warnings it has shown whenever somebody enters `catch_warnings`."""
+
+    def body(Loader: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in Loader(Numbers(12), batch_size=3, sampler=sampler):
+                warnings.warn("careful", stacklevel=1)
+        return len(caught)
+
+    assert same(body) == 1
 
 
 def test_out_of_order() -> None:

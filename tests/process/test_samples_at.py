@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,37 @@ def test_a_state_stays_small_over_many_epochs() -> None:
     run(loader, epochs=90)
     assert len(repr(loader.state_dict())) < 30_000
     assert loader.samples_at(1, 3)[0].index in range(8)
+
+
+def test_orders_of_the_last_epochs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.order.position.ORDERS_KEPT", 5)
+    loader = DataLoader(range(8), 4, sampler=DistributedSampler(range(8), 1, 0))  # type: ignore[arg-type]
+    run(loader, epochs=9)
+    assert len(loader.state_dict()["history"]) == 5
+    assert loader.samples_at(1, 4)[0].index in range(8)
+    with pytest.raises(ArgumentError, match=r"nothing is known of epoch 3: .* 10,000 others have begun since"):
+        loader.samples_at(1, 3)
+
+
+@pytest.mark.parametrize("order", ["in order", "weighted"])
+def test_iteration_costs_the_same_after_hundreds_of_others(order: str) -> None:
+    loader = DataLoader(range(8), **({"batch_size": 4} | ORDERS[order](8)))  # type: ignore[arg-type]
+
+    def calls() -> int:
+        """Return how many functions of Python one more iteration calls."""
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            next(iter(loader))
+        finally:
+            sys.setprofile(None)
+        return events.count("call")
+
+    run(loader, epochs=3)
+    before = calls()
+    for _ in range(300):
+        next(iter(loader))
+    assert calls() < before + 100
 
 
 def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:

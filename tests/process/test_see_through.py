@@ -363,6 +363,39 @@ def test_getitems_inside_a_map_or_stack_is_called_once_a_batch(opened: Any) -> N
     assert told(bulk) == [list(range(8)), [8] * 8]
 
 
+def test_getitem_is_called_where_torch_calls_it_beside_rows(opened: Any) -> None:
+    concat: Any = ConcatDataset([fastload.map(opened("b"), as_dict), Bulk()])
+    assert list(DataLoader(concat, 4, sampler=range(8, 12), collate_fn=list)) == [[(n, 1) for n in range(4)]]
+    stack: Any = StackDataset(opened("b"), Bulk())
+    assert [told(bulk) for _, bulk in DataLoader(stack, None)] == [[n, 1] for n in range(8)]
+
+
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: fastload.map(part, tuple)])
+def test_crops_beside_a_getitems_are_those_of_the_sample_for_any_workers(opened: Any, wrap: Any) -> None:
+    folder, seen = opened("b", RandomResizedCrop(16)), []
+    for other, workers in ((range(8), 0), (Bulk(), 0), (Bulk(), 2)):
+        torch.manual_seed(3)
+        loader: Any = DataLoader(wrap(StackDataset(folder, other)), 4, num_workers=workers)
+        seen.append(torch.cat([images for (images, _), _ in loader]))
+    assert all(torch.equal(images, seen[0]) for images in seen)
+
+
+class FailingBulk(Bulk):
+    def __getitems__(self, indices: list[int]) -> Any:
+        if 2 in indices:
+            raise LookupError("no sample 2")
+        return super().__getitems__(indices)
+
+
+def test_error_of_a_getitems_beside_rows_is_that_of_its_sample(opened: Any) -> None:
+    dataset: Any = StackDataset(opened("b"), FailingBulk())
+    with pytest.raises(LookupError, match="^no sample 2$"):
+        list(DataLoader(dataset, 8))
+    loader: Any = DataLoader(dataset, 8, on_error="repeat")
+    ((_, (indices, _)),) = loader
+    assert indices.tolist() == [0, 1, 3, 3, 4, 5, 6, 7] and loader.stats()["counters"]["bad.samples"] == 1
+
+
 def number_of(sample: Any) -> int:
     return int(sample["cls"])
 
