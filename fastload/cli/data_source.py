@@ -73,9 +73,9 @@ class SourceOptions:
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Tokens: their type, such as uint16.")
     ] = None
-    block: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens: block= of your script.")
-    ] = None
+    block: Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens: block= of your script.")] = (
+        None
+    )
     overlap: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Tokens: overlap= of your script, if it has one.")
     ] = None
