@@ -256,7 +256,6 @@ def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> N
         assert caught.value.key == ParquetDataset(url).key(9)
 
 
-
 def _stream(table: Any, *, batches: int = 1, compression: str | None = None) -> bytearray:
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression=compression)
@@ -282,7 +281,10 @@ HOSTILE: dict[str, Any] = {
         "not one plain batch",
     ),
     "too few rows": (lambda table: _stream(table[:5]), "has 5 rows, not 9"),
-    "too many rows": (lambda table: _stream(pa.concat_tables([table] * 2).combine_chunks()), "18 rows, not 9"),
+    "too many rows": (
+        lambda table: _stream(pa.concat_tables([table] * 2).combine_chunks()),
+        "has 18 rows, not 9",
+    ),
     "another column": (lambda table: _stream(table.rename_columns(["other"])), "has the columns"),
     "no stream": (lambda table: bytearray(b"nothing"), "cannot be read|not one plain batch"),
 }

@@ -179,11 +179,11 @@ def test_index_files_elsewhere_or_of_other_shards(kind: str, tmp_path: Path) -> 
 def test_idle_dataset_leaves_a_cache_open_that_another_one_reads(kind: str, tmp_path: Path) -> None:
     url, cache = write(tmp_path / "shards", shards(kind, index=True)), Cache(tmp_path / "cache", "raw")
     idle = opened(kind, url, cache=cache)
-    idle._random_pays()
+    idle._streams().must_stream()
     assert not cache._is_open, "nobody reads"
     reading = opened(kind, url, cache=cache)
     assert reading[3] and cache._is_open
-    idle._random_pays()
+    idle._streams().must_stream()
     assert cache._is_open
 
 

@@ -130,7 +130,7 @@ def test_a_beton_sample_without_bytes_is_not_taken_for_the_next_one(empty_at: in
 
 def test_a_beton_with_two_samples_at_one_offset_is_refused(tmp_path: Path) -> None:
     write_beton(tmp_path / "x.beton", [(b"abc", 1), (b"", 2)], [(0, 0, 3), (1, 0, 2)])
-    with pytest.raises(DecodeError, match="two samples of the .beton begin at one offset"):
+    with pytest.raises(DecodeError, match=r"two samples of the \.beton begin at one offset"):
         BetonDataset(tmp_path / "x.beton")
 
 
