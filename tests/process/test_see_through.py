@@ -389,7 +389,7 @@ class FailingBulk(Bulk):
 
 def test_error_of_a_getitems_beside_rows_is_that_of_its_sample(opened: Any) -> None:
     dataset: Any = StackDataset(opened("b"), FailingBulk())
-    with pytest.raises(LookupError, match="^no sample 2$"):
+    with pytest.raises(LookupError, match=r"^no sample 2$"):
         list(DataLoader(dataset, 8))
     loader: Any = DataLoader(dataset, 8, on_error="repeat")
     ((_, (indices, _)),) = loader
