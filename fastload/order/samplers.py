@@ -152,7 +152,7 @@ class Samplers:
         """Return the samplers of a loader."""
         outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        size = size if type(size) is int and size > 0 else None  # a method, a list of sizes: of the user's own
+        size = size if type(size) is int and size > 0 else None  # not a list of sizes, or a method
         return cls(outer, size, loader.batch_sampler is None, loader.seed, loader.generator)
 
     def copied(self, dataset: Any, sampler: Any = None) -> Samplers:

@@ -91,7 +91,7 @@ _WRITTEN = (torch.Tensor, np.ndarray, np.bool_, np.int64, np.float32, bool, int,
 
 
 def collates_as_torch() -> bool:
-    """Return whether nobody has changed what `default_collate` makes of the values that fastload writes itself.
+    """Return whether nobody has changed what `default_collate` makes of values that fastload writes itself.
 
     Its map is torch's documented extension point.
     """
@@ -120,8 +120,8 @@ def collate_into(allocate: Allocate) -> None:
 class Collating(threading.local):
     """Entered by a thread while it makes a batch of samples.
 
-    What a dataset stacks by `default_collate` lies elsewhere: it is often dropped at once, and the memory of a
-    batch is not free again before the batch is sent.
+    What a dataset stacks by `default_collate` lies elsewhere: it is often dropped at once, and the memory of
+    a batch is not free again before the batch is sent.
     """
 
     now = False

@@ -22,3 +22,20 @@ class Own(ImageFolder):
 
 [(images, labels)] = DataLoader(Own("s3://bucket/val", CenterCrop(64)), 8, num_workers=1)
 assert labels.min() == 100
+
+
+class Drawn(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.rand(()).item()
+
+
+stacked = torch.utils.data.StackDataset(Drawn(), Drawn())
+batches = []
+for Loader in (torch.utils.data.DataLoader, DataLoader):
+    torch.manual_seed(0)
+    batches += Loader(stacked, 2)
+(first, second), ours = batches
+assert ours[0].tolist() == [first[0], second[0]]
