@@ -97,10 +97,10 @@ def _own_grey(image: Any) -> Pixels:
 
 def _check_grey(jpeg: memoryview) -> None:
     components = jpeg_components(jpeg)
-    if components > 1:
+    if components != 1:
         raise DecodeError(
-            f"channels=1 takes images of one channel, and this JPEG has {components}: leave channels= out "
-            "for RGB"
+            f"channels=1 takes images of one channel, and this JPEG has {components or 'a damaged header'}: "
+            "leave channels= out for RGB"
         )
 
 

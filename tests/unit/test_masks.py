@@ -20,6 +20,8 @@ transforms: Any = torchvision.transforms
 NEAREST = transforms.InterpolationMode.NEAREST
 SHAPES = [(161, 119), (97, 300), (3, 90), (1, 1), (500, 375), (375, 500), (333, 77), (40, 40)]
 MASK: dict[str, Any] = {"interpolation": "nearest", "channels": 1}
+# libjpeg passes over the byte behind the first two.
+JUNK = b"\xff\xd8\xff\xfe\0\2\0" + pillow_jpeg(scene(40, 30))[2:]
 
 
 def mask(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -132,6 +134,8 @@ def test_grey_image_is_interpolated_in_one_channel() -> None:
     ("given", "words"),
     [
         (pillow_jpeg(scene(40, 30)), "takes images of one channel, and this JPEG has 3: leave channels= out"),
+        (JUNK, "this JPEG has 3: leave channels= out"),
+        (JUNK[:30], "this JPEG has a damaged header"),
         (
             png(Image.fromarray(scene(40, 30))),
             "channels=1 takes images of one .* and this one is RGB, with 3 channels",
