@@ -109,13 +109,13 @@ def jpeg_orientation(data: Any) -> int:
     view = without_rows(memoryview(data).cast("B"))
     if is_dct(view):
         return view[5] if 1 <= view[5] <= 8 else 1
-    exif = xmp = b""
+    exif, xmp = list[bytes](), b""
     for marker, body in _segments(view):
         if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
-            exif += bytes(body[len(_EXIF) :])  # a second segment continues the first
+            exif.append(bytes(body[len(_EXIF) :]))  # a second segment continues the first
         elif marker == _APP1 and bytes(body[: len(_XMP)]) == _XMP:
             xmp = bytes(body[len(_XMP) :])
-    found = _tiff_orientation(exif)
+    found = _tiff_orientation(b"".join(exif))
     if found is None:
         match = re.search(rb'tiff:Orientation(?:="|>)([0-9])', xmp)
         found = int(match[1]) if match else 1
