@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.decode import MAX_PIXELS, Unindexed, find_format, open_image
 from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, threads
-from fastload.images.masks import nearest, open_grey, open_values, own_channel
+from fastload.images.masks import nearest, open_grey, open_values, own_channel, own_grey
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
 if TYPE_CHECKING:
@@ -287,7 +287,8 @@ class Crop(ABC):
                 or of other proportions than the first image.
         """
         if hasattr(image, "convert"):  # a PIL image
-            image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
+            channel = own_channel if self.interpolation == "nearest" else own_grey
+            image = channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         if self.interpolation == "nearest":
             source: Source = open_values(image, self.channels, self._max_pixels, self.strict)
             height, width = source.shape[:2]

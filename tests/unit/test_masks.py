@@ -155,11 +155,12 @@ def test_other_images_are_refused_in_words(given: Any, words: str, interpolation
     assert row == 0 and isinstance(error, DecodeError)
 
 
-def test_class_numbers_are_not_interpolated() -> None:
+@pytest.mark.parametrize("form", [png, lambda image: image], ids=["file", "PIL image"])
+def test_class_numbers_are_not_interpolated(form: Any) -> None:
     with pytest.raises(DecodeError, match=r"indices into a palette, which must not be .*='nearest'"):
-        CenterCrop(8, channels=1)(png(mask(20, 20)))
+        CenterCrop(8, channels=1)(form(mask(20, 20)))
     with pytest.raises(DecodeError, match="single bits, which must not be interpolated"):
-        CenterCrop(8, channels=1)(png(Image.fromarray(np.eye(16, dtype=bool))))
+        CenterCrop(8, channels=1)(form(Image.fromarray(np.eye(16, dtype=bool))))
 
 
 def test_repr_shows_what_differs() -> None:
