@@ -14,7 +14,7 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -421,8 +421,10 @@ def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
     others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
     if len(others) < 2:
         return [make(k) for k in range(len(images))]
-    made = dict(zip(others, _decoders(os.getpid(), threads()).map(make, others), strict=True))
-    return [made[k] if k in made else make(k) for k in range(len(images))]
+    decoders = _decoders(os.getpid(), threads())
+    made = {k: decoders.submit(make, k) for k in others}
+    wait(made.values())  # after an error too, no thread writes rows any more
+    return [made[k].result() if k in made else make(k) for k in range(len(images))]
 
 
 def _is_for_kernel(image: Source) -> bool:
