@@ -383,6 +383,11 @@ def test_kept_steps_draw_what_they_draw_in_the_plain_pipeline(folder: Path) -> N
         )
 
 
+def test_resize_of_a_strip_is_as_long_as_torchvisions() -> None:
+    strip = Image.new("RGB", (40_000, 1), (9, 9, 9))
+    assert fuse(v1.Resize(2))(strip).size == v1.Resize(2)(strip).size == (80_000, 2)
+
+
 def test_epochs_objects_and_device_decoding(folder: Path) -> None:
     first, second = (fuse(v1.Compose([v1.CenterCrop(size), v1.ToTensor()])) for size in (24, 32))
     data: Any = ObjectDataset(str(folder / "c0"), transform=ByEpoch({0: first, 1: second}))
