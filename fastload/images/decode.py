@@ -105,7 +105,7 @@ def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = T
 def decode_pil(data: Source, *, exif: bool = False) -> Image:
     """Decode an image to a PIL image in RGB, for transforms that take one; torchvision's default loader.
 
-    Of the file's EXIF data the image keeps the orientation, for `ImageOps.exif_transpose`.
+    Its `info` has the EXIF orientation, for `ImageOps.exif_transpose`, and nothing else: no ICC profile.
 
     Args:
         exif: apply the EXIF orientation. torchvision does not, hence the default.
