@@ -197,7 +197,8 @@ class _ShorterSide(Crop):
         width, height = resized_size(width, height, self.height)
         if width * height > self._max_pixels:
             raise DecodeError(
-                f"{width} x {height} resized pixels are more than max_pixels={self._max_pixels}"
+                f"{width} x {height} resized pixels are more than max_pixels={self._max_pixels}: "
+                "crop the image before"
             )
         return height, width
 
