@@ -25,7 +25,7 @@ from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
 from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.sample_fields import RecordFields
-from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped
+from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped, is_lenient
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Unindexed, with_rows
@@ -108,13 +108,20 @@ class ObjectPayloads:
         return value if self._decode is not None else self._map_images(value, self.codec.open)
 
     def check_transform(self, transform: Any) -> None:
-        """Refuse a transform that needs an image's own values, where the cache keeps something else of it.
+        """Refuse a transform of what the cache does not keep: an image's own values, or damaged images.
 
         Raises:
             ArgumentError: it does.
         """
         codec = self.codec
-        if codec.keeps_bytes or self._decode is not None or self._kept.covers(images_kept(transform)):
+        if codec.keeps_bytes or self._decode is not None:
+            return
+        if not codec.lossless and is_lenient(transform):
+            raise ArgumentError(
+                f"cache mode {codec.mode!r} keeps no copy of a damaged image, so strict=False has no effect: "
+                f"leave it out, or use mode 'auto', 'raw' or 'dct'; found transform={transform!r}"
+            )
+        if self._kept.covers(images_kept(transform)):
             return
         if codec.lossless:
             raise ArgumentError(

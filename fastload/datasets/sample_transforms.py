@@ -333,16 +333,24 @@ def images_kept(transform: Any) -> KeptImages:
 
 def is_cropped(transform: Any) -> bool:
     """Return whether a fused transform interpolates an image, in any epoch."""
-    parts = transform.values() if isinstance(transform, Mapping) else [transform]
-    return any(
-        isinstance(each, Crop) and not each._own_values for part in parts for each in all_transforms(part)
-    )
+    return bool(_interpolating(transform))
+
+
+def is_lenient(transform: Any) -> bool:
+    """Return whether a fused transform interpolates damaged images too, in any epoch."""
+    return any(not crop.strict for crop in _interpolating(transform))
 
 
 def always_fused(names: Collection[str], transform: Any) -> bool:
     """Return whether each of these images has a fused transform, in all epochs."""
     parts = transform if isinstance(transform, Mapping) else dict.fromkeys(names, transform)
     return all(isinstance(each, Crop) for name in names for each in all_transforms(parts.get(name)))
+
+
+def _interpolating(transform: Any) -> list[Crop]:
+    parts = transform.values() if isinstance(transform, Mapping) else [transform]
+    every = [each for part in parts for each in all_transforms(part)]
+    return [each for each in every if isinstance(each, Crop) and not each._own_values]
 
 
 def _needs_own_values(transform: Any) -> bool:

@@ -290,13 +290,13 @@ class SampleBuilder:
         values = {} if self._values is None else self._values.row(record)
         return {name: value for name, value in values.items() if name not in batch.values}
 
-    def kernel_crop(self, batch: RowBatch) -> Crop | None:
+    def kernel_crop(self, *, encoded: bool = False) -> Crop | None:
         """Return the crop by which the kernel makes the image of a row from a record of the cache.
 
         None: a row is more than an image and values, code of the user has a part in it, or Python chooses the
         boxes.
         """
-        if not self._image or batch.encoded or self.transforms.runs_user_code:
+        if not self._image or encoded or self.transforms.runs_user_code:
             return None
         crop = self.transforms.crop_for(self._image)
         return crop if crop._box_law is not None else None

@@ -134,6 +134,8 @@ class StoreView(PlainView):
         cache = self.dataset.cache
         if cache is None or not threads() or not self.made_by_kernel():
             return indices
+        if self.dataset._builder.kernel_crop() is None:  # `fill` does not look for them: see `Fused`
+            return indices
         positions, records = _numbered(list(enumerate(indices)), len(self.dataset))  # type: ignore[arg-type]
         places = self._locate(cache, records)
         if not places.here.any():
@@ -212,7 +214,7 @@ class StoreView(PlainView):
     def _fill_cached(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> Set[int]:
         """Let the kernel make the rows whose records the cache has; return those that it made."""
         dataset, builder = self.dataset, self.dataset._builder
-        crop = builder.kernel_crop(batch)
+        crop = builder.kernel_crop(encoded=batch.encoded)
         if crop is None or dataset.cache is None:
             return frozenset()
         rows, records = _numbered(todo, len(dataset))  # type: ignore[arg-type]

@@ -50,9 +50,12 @@ def used_index(data: memoryview) -> memoryview | None:
 
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
+_JUNK = 0  # in the place of a marker: bytes between two segments
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
 # All other frame types: progressive, lossless, hierarchical, arithmetic-coded. (C4, C8 and CC are no frames.)
 _OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# TEM and the restarts have no segment.
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _ORIENTATION = 0x0112
 _TYPES = {1: "B", 3: "H", 4: "I"}  # TIFF's BYTE, SHORT, LONG
@@ -73,7 +76,7 @@ def is_plain_jpeg(data: Any) -> bool:
     view = without_rows(memoryview(data).cast("B"))
     jfif, adobe, components = False, -1, b""
     for marker, body in _segments(view):
-        if marker in _OTHER_FRAMES or marker == _EOI:
+        if marker in _OTHER_FRAMES or marker in (_EOI, _JUNK):
             return False
         if marker in (_SOF0, _SOF1):
             components = _components(bytes(body))
@@ -106,15 +109,13 @@ def jpeg_orientation(data: Any) -> int:
     view = without_rows(memoryview(data).cast("B"))
     if is_dct(view):
         return view[5] if 1 <= view[5] <= 8 else 1
-    exif = xmp = b""
+    exif, xmp = list[bytes](), b""
     for marker, body in _segments(view):
-        if marker == _SOS:
-            break
         if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
-            exif += bytes(body[len(_EXIF) :])  # a second segment continues the first
+            exif.append(bytes(body[len(_EXIF) :]))  # a second segment continues the first
         elif marker == _APP1 and bytes(body[: len(_XMP)]) == _XMP:
             xmp = bytes(body[len(_XMP) :])
-    found = _tiff_orientation(exif)
+    found = _tiff_orientation(b"".join(exif))
     if found is None:
         match = re.search(rb'tiff:Orientation(?:="|>)([0-9])', xmp)
         found = int(match[1]) if match else 1
@@ -135,23 +136,34 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Return (marker, body) of the segments of a JPEG, up to the first damaged one."""
+    """Return (marker, body) of the segments of a JPEG, up to its first scan or to one that is cut.
+
+    libjpeg and Pillow pass over bytes between them, and so does this: these are _JUNK, without a body.
+    """
     at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
-    while at + 4 <= len(view) and view[at] == 0xFF:
-        marker = view[at + 1]
-        if marker == 0xFF:  # fill
-            at += 1
-            continue
-        length = view[at + 2] << 8 | view[at + 3]
-        body = view[at + 4 : at + 2 + length]
-        if length < 2 or len(body) != length - 2:
+    while match := _MARKER.search(view, at):
+        start = match.end() + 2
+        length = int.from_bytes(view[start - 2 : start], "big")
+        if length < 2 or bytes(view[at : match.start()]).strip(b"\xff"):  # more FF belong to the marker
+            yield _JUNK, view[:0]
+        marker, at = view[start - 3], start + max(0, length - 2)
+        if at > len(view):
             return
-        yield marker, body
-        at += 2 + length
+        yield marker, view[start:at]
+        if marker == _SOS:
+            return
 
 
-def _tiff_orientation(tiff: bytes) -> int | None:
-    """Return the orientation in the first directory of TIFF data, the form of EXIF; None without one."""
+def _tiff_orientation(exif: bytes) -> int | None:
+    """Return the orientation in the first directory of EXIF data, which is TIFF; None without one.
+
+    As in Pillow, a doubled header counts once, and of two orientations the last one.
+    """
+    head = 0
+    while exif.startswith(_EXIF, head):
+        head += len(_EXIF)
+    orientation: int | None = None
+    tiff = exif[head:]
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None or len(tiff) < 8:
         return None
@@ -162,8 +174,8 @@ def _tiff_orientation(tiff: bytes) -> int | None:
     for at in range(start + 2, min(start + 2 + 12 * entries, len(tiff) - 11), 12):
         tag, kind, count = struct.unpack_from(order + "HHI", tiff, at)
         if tag == _ORIENTATION and kind in _TYPES and count == 1:
-            return int(struct.unpack_from(order + _TYPES[kind], tiff, at + 8)[0])
-    return None
+            orientation = int(struct.unpack_from(order + _TYPES[kind], tiff, at + 8)[0])
+    return orientation
 
 
 def _components(frame: bytes) -> bytes:

@@ -14,7 +14,7 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.decode import MAX_PIXELS, Unindexed, find_format, open_image
 from fastload.images.kernel import BoxLaw, Item, Pixels, Source, active, threads
-from fastload.images.masks import nearest, open_grey, open_values, own_channel
+from fastload.images.masks import nearest, open_grey, open_values, own_channel, own_grey
 from fastload.images.rng import Rng, SampleRng, TorchRng
 
 if TYPE_CHECKING:
@@ -287,7 +287,8 @@ class Crop(ABC):
                 or of other proportions than the first image.
         """
         if hasattr(image, "convert"):  # a PIL image
-            image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
+            channel = own_channel if self.interpolation == "nearest" else own_grey
+            image = channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         if self.interpolation == "nearest":
             source: Source = open_values(image, self.channels, self._max_pixels, self.strict)
             height, width = source.shape[:2]
@@ -420,8 +421,10 @@ def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
     others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
     if len(others) < 2:
         return [make(k) for k in range(len(images))]
-    made = dict(zip(others, _decoders(os.getpid(), threads()).map(make, others), strict=True))
-    return [made[k] if k in made else make(k) for k in range(len(images))]
+    decoders = _decoders(os.getpid(), threads())
+    made = {k: decoders.submit(make, k) for k in others}
+    wait(made.values())  # after an error too, no thread writes rows any more
+    return [made[k].result() if k in made else make(k) for k in range(len(images))]
 
 
 def _is_for_kernel(image: Source) -> bool:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
 MAX_PIXELS = 2 * 89_478_485
+_LONGEST_JPEG = 65_500  # side, of libjpeg
 
 # First bytes -> Pillow's name of the format: those of torchvision's extensions, and GIF. Only the content
 # counts, never the name of the file.
@@ -104,7 +105,7 @@ def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = T
 def decode_pil(data: Source, *, exif: bool = False) -> Image:
     """Decode an image to a PIL image in RGB, for transforms that take one; torchvision's default loader.
 
-    Of the file's EXIF data the image keeps the orientation, for `ImageOps.exif_transpose`.
+    Its `info` has the EXIF orientation, for `ImageOps.exif_transpose`, and nothing else: no ICC profile.
 
     Args:
         exif: apply the EXIF orientation. torchvision does not, hence the default.
@@ -192,6 +193,12 @@ def shrink(data: Source, short_side: int, quality: int) -> bytes:
     opened = _open(data, MAX_PIXELS, True)
     if not is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
         return bytes(opened.source)
+    height, width, _ = _resized_shape(opened, short_side)
+    if max(height, width) > _LONGEST_JPEG:
+        raise DecodeError(
+            f"its copy in a cache of mode 'shrunk' would be a JPEG of {width} x {height} pixels, and "
+            f"none has more than {_LONGEST_JPEG} on a side: use mode 'auto', 'raw' or 'decoded'"
+        )
     pixels = _resized(opened, short_side)
     encoded: bytes = simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False)
     orientation = opened.turned

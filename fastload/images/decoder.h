@@ -40,6 +40,7 @@ typedef struct {
     Scan scan;
     const uint8_t *rows;                  /* the index of the rows of MCUs, or NULL: see rows.h */
     unsigned row_count;
+    bool indexed;                         /* the data began with an index, whether it fits or not */
     uint8_t *noted_rows;                  /* where such an index is made while MCUs are read, or NULL */
     bool done;                            /* all pixels are made: what is odd from here on harms none */
     bool odd, libjpeg_only;               /* its Huffman codes are libjpeg's to decode; so they are now */

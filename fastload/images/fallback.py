@@ -25,7 +25,10 @@ def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
     """Return (width, height) of a JPEG's header; ValueError for more than `max_pixels`, or a cut file."""
     height, width, _ = _header(data)
     if height * width > max_pixels:
-        raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
+        raise ValueError(
+            f"{width} x {height} pixels are more than max_pixels={max_pixels}: "
+            "resize the image before, or read it by a decode= of your own"
+        )
     if strict and not _has_end(memoryview(data)):
         raise ValueError("premature end: the file was cut, it has no end marker")
     return width, height

@@ -197,7 +197,8 @@ class _ShorterSide(Crop):
         width, height = resized_size(width, height, self.height)
         if width * height > self._max_pixels:
             raise DecodeError(
-                f"{width} x {height} resized pixels are more than max_pixels={self._max_pixels}"
+                f"{width} x {height} resized pixels are more than max_pixels={self._max_pixels}: "
+                "crop the image before"
             )
         return height, width
 
@@ -228,6 +229,9 @@ def fuse(transform: Callable[[Any], Any]) -> Fused:
 
     Values of the last group are torchvision's to the bit. Resized pixels differ by 2 grey levels at most from
     those of Pillow; a JPEG is decoded at a smaller scale where the crop is large.
+
+    The kernel does not follow later changes of its steps: the next sample is an error. Call fuse() again, or
+    give both in a `ByEpoch`.
 
     Args:
         transform: a `Compose` of torchvision.transforms or torchvision.transforms.v2, one of their
@@ -267,14 +271,11 @@ class Fused(Crop):
         self._crop = crop
         self._before, self._after = planned.before, planned.after
         self._values = planned.values
-        self._steps, self._rest = planned.fused, planned.kept
+        self.fused = tuple(map(repr, planned.fused))
+        self._states, self._rest = list(map(_state_of, planned.fused)), planned.kept
         self._clamp = crop._clamp
         self._fills_rows = crop._fills_rows and self._values is not None and not self._rest
         self._draws = crop._draws or bool(self._before or self._after)
-
-    @property
-    def fused(self) -> tuple[str, ...]:
-        return tuple(map(repr, self._steps))
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -315,6 +316,7 @@ class Fused(Crop):
         seeds: Sequence[int],
         sizes: list[Size | None] | None = None,
     ) -> list[tuple[int, DecodeError]]:
+        self._check_steps()
         if self._values is None or self._values.table is None:
             return super().fill(out, images, seeds, sizes)
         table = self._values.table
@@ -347,11 +349,25 @@ class Fused(Crop):
         return row if kind is torch.Tensor else row.as_subclass(kind)
 
     def _draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Any, Size]:
+        self._check_steps()
         pixels, size = self._pixels(image, rng, first)
         value = self._value_of(pixels)
         for step in self._rest:
             value = step(value)
         return value, size
+
+    def _check_steps(self) -> None:
+        """Raise `ArgumentError` where the transform has other steps than those that were fused.
+
+        To follow was rejected: the loader may have begun batches of the former shape.
+        """
+        steps, count = steps_of(self._transform), len(self.fused)
+        if list(map(_state_of, steps[:count])) != self._states or steps[count:] != self._rest:
+            raise ArgumentError(
+                f"transform= was changed after fuse(), which does not follow: "
+                f"fused were {', '.join(self.fused)}, and found {', '.join(map(repr, steps))}. "
+                "Set dataset.transform = fuse(...) of it, or give ByEpoch({0: fuse(first), 18: fuse(second)})"
+            )
 
     def _value_of(self, pixels: Pixels) -> Any:
         """Return the PIL image or tensor that the next step gets."""
@@ -384,6 +400,13 @@ class Fused(Crop):
     def __repr__(self) -> str:
         kept = f"; kept as they are: {', '.join(self.kept)}" if self.kept else ""
         return f"fuse(in the kernel: {', '.join(self.fused)}{kept})"
+
+
+def _state_of(step: Step) -> str:
+    """Return all that the result of a step of torchvision depends on, as text."""
+    values = getattr(step, "__dict__", {}).items()
+    used = {name: value for name, value in values if name != "training" and not name.startswith("_")}
+    return f"{_kind(step)} {used}"
 
 
 def _draw(flips: list[Flip], rng: Rng) -> tuple[bool, bool]:

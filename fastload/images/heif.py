@@ -68,7 +68,10 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         ValueError: it has too many.
     """
     if width * height > max_pixels:
-        raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
+        raise ValueError(
+            f"{width} x {height} pixels are more than max_pixels={max_pixels}: "
+            "resize the image before, or read it by a decode= of your own"
+        )
 
 
 def why_no_avif() -> str | None:

@@ -40,8 +40,9 @@ static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Lim
     if (record) d->jpeg.jpeg_color_space = (J_COLOR_SPACE)d->reader.data[6];
     const uint64_t width = d->jpeg.image_width, height = d->jpeg.image_height;
     if (width * height > limits->max_pixels) {
-        snprintf(d->message, MESSAGE_SIZE, "%u x %u pixels are more than max_pixels=%llu", (unsigned)width,
-                 (unsigned)height, (unsigned long long)limits->max_pixels);
+        snprintf(d->message, MESSAGE_SIZE, "%u x %u pixels are more than max_pixels=%llu: "
+                 "resize the image before, or read it by a decode= of your own", (unsigned)width, (unsigned)height,
+                 (unsigned long long)limits->max_pixels);
         longjmp(d->escape, 1);
     }
     if (limits->strict && !record && !has_end(d->jpeg.src)) decoder_fail(d, "premature end: the file was cut, it has no end marker");

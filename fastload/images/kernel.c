@@ -32,7 +32,7 @@ static int get_source(PyObject *object, Py_buffer *view) {
     const bool file = view->ndim == 1 && view->itemsize == 1 && (view->strides[0] == 1 || view->len < 2);
     const bool pixels = view->ndim == 3 && view->itemsize == 1 && view->shape[2] == 3 && view->strides[2] == 1 &&
                         view->strides[1] == 3 && view->shape[0] > 0 && view->shape[1] > 0 &&
-                        view->shape[0] < (1 << 26) && view->shape[1] < (1 << 26);
+                        view->shape[0] <= LONGEST && view->shape[1] <= LONGEST;
     if (file || pixels) return 0;
     PyBuffer_Release(view);
     PyErr_SetString(PyExc_ValueError, "an image is the bytes of a file or (H, W, 3) uint8 with contiguous rows");
@@ -151,8 +151,8 @@ static int get_target(PyObject *out, Rows *rows) {
         return -1;
     }
     const Py_ssize_t height = target->shape[batch->channels_last ? 1 : 2], width = target->shape[batch->channels_last ? 2 : 3];
-    if (height < 1 || width < 1 || height > 65535 || width > 65535) {
-        PyErr_SetString(PyExc_ValueError, "height and width of out must be from 1 to 65,535");
+    if (height < 1 || width < 1 || height > LONGEST || width > LONGEST) {
+        PyErr_SetString(PyExc_ValueError, "height and width of out must be from 1 to 268,435,456");
         return -1;
     }
     batch->out = target->buf;

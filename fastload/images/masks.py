@@ -45,7 +45,7 @@ def open_grey(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int
         return open_image(np.repeat(_grey_array(image), 3, axis=2), max_pixels, strict)
     data, name = find_format(image)
     if name != "JPEG":
-        grey = decode_other(data, name, max_pixels, _own_grey)[0]
+        grey = decode_other(data, name, max_pixels, own_grey)[0]
         return open_image(np.repeat(grey, 3, axis=2), max_pixels, strict)
     _check_grey(data)
     return open_image(data, max_pixels, strict)
@@ -67,6 +67,20 @@ def own_channel(image: Any) -> Pixels:
     )
 
 
+def own_grey(image: Any) -> Pixels:
+    """Return what `own_channel` does, of a PIL image that is to be interpolated.
+
+    Raises:
+        DecodeError: as `own_channel`; or its values are numbers that must not be interpolated.
+    """
+    if image.mode in ("P", "1"):
+        raise DecodeError(
+            f"its values are {'indices into a palette' if image.mode == 'P' else 'single bits'}, which must "
+            "not be interpolated: use interpolation='nearest'"
+        )
+    return own_channel(image)
+
+
 def nearest(start: float, end: float, count: int, stop: int | None = None) -> NDArray[np.int64]:
     """Return the pixels of one axis that nearest neighbour takes: [start, end) is resized to `count` pixels.
 
@@ -86,21 +100,12 @@ def nearest(start: float, end: float, count: int, stop: int | None = None) -> ND
     return first + np.add.accumulate(positions).astype(np.int64)
 
 
-def _own_grey(image: Any) -> Pixels:
-    if image.mode in ("P", "1"):
-        raise DecodeError(
-            f"its values are {'indices into a palette' if image.mode == 'P' else 'single bits'}, which must "
-            "not be interpolated: use interpolation='nearest'"
-        )
-    return own_channel(image)
-
-
 def _check_grey(jpeg: memoryview) -> None:
     components = jpeg_components(jpeg)
-    if components > 1:
+    if components != 1:
         raise DecodeError(
-            f"channels=1 takes images of one channel, and this JPEG has {components}: leave channels= out "
-            "for RGB"
+            f"channels=1 takes images of one channel, and this JPEG has {components or 'a damaged header'}: "
+            "leave channels= out for RGB"
         )
 
 

@@ -23,6 +23,7 @@
 #define COLUMN_BITS 14 /* weights along a row are int16 */
 #define MANY_TAPS 128  /* beyond it, 16-bit sums of rows lose too much */
 #define BLOCK 8        /* output pixels per step of the AVX2 form */
+#define LONGEST (1 << 28) /* side of an image or a result: more than any has pixels. Offsets along a row are ints */
 
 /* ---------------------------------------------------------------- memory */
 

@@ -34,6 +34,7 @@ static const uint8_t *rows_header(Decoder *d, const uint8_t *data, size_t *size)
     if (data[4] != ROWS_VERSION || *size < head) decoder_fail(d, "a damaged index of the rows of a JPEG");
     d->rows = data + ROWS_HEAD;
     d->row_count = count;
+    d->indexed = true;
     *size -= head;
     return data + head;
 }

@@ -132,9 +132,9 @@ static bool huffman_attach(Decoder *d) {
 
 static size_t index_size(const Decoder *d) { return ROWS_HEAD + (size_t)ROW_SIZE * d->jpeg.MCU_rows_in_scan; }
 
-/* Lets the index be made at `to` while MCUs are read by huffman_mcu. False: there is none of this file. */
+/* Lets the index be made at `to` while MCUs are read by huffman_mcu. False: this file has none, or one already. */
 static bool start_index(Decoder *d, uint8_t *to) {
-    if (d->rows || d->jpeg.num_components > INDEXED_COMPONENTS) return false;
+    if (d->indexed || d->jpeg.num_components > INDEXED_COMPONENTS) return false;
     d->noted_rows = to + ROWS_HEAD;
     return true;
 }

@@ -49,7 +49,7 @@ class RandomResizedCrop(Crop):
             a DecodeError.
         channels_last: (H, W, channels) instead of (channels, H, W).
         strict: a cut JPEG, or one whose damage the decoder notices, is an error (True) or served as far as it
-            goes (False).
+            goes (False; a cache in mode "shrunk" or "decoded" does not take it).
 
     Raises:
         ArgumentError: an argument is out of range or not supported.

@@ -95,6 +95,7 @@ class ShardDataset(StoreDataset):
         self.transform = transform
         self._form = form
         self._payloads = RecordPayloads(cache, fields, decode, transform)
+        self._payloads.check_transform(transform)
         self._shards = shards if isinstance(shards, ShardList) else shards()
         self._budget = self._shards.store.budget
         self.cache = cache if self._shards.cacheable else None  # else a warning has said why

@@ -349,7 +349,7 @@ def _jpeg(kind: str) -> Attacks:
     scan = jpeg.index(b"\xff\xda")
     heads = {
         "chain of markers": b"\xff\xe2\x00\x02" * 250_000,
-        "chain of EXIF": b"\xff\xe1\x00\x08Exif\0\0" * 100_000,
+        "chain of EXIF": (b"\xff\xe1\x00\x40Exif\0\0" + b"x" * 56) * 100_000,
         "fill bytes": b"\xff" * 1_000_000, "chain of tables": (b"\xff\xdb\x00\x43\x00" + b"\1" * 64) * 10_000,
     }  # fmt: skip
     found = {name: jpeg[:2] + head + jpeg[2:] for name, head in heads.items()}

@@ -14,6 +14,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Subset
 
 import fastload
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import Cache, CenterCrop, DataLoader, File, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, WorkerError
@@ -214,6 +215,22 @@ def test_other_start_methods(method: str, root: Path) -> None:
         for context in (method, "fork")
     ]
     assert made[0] == made[1]
+
+
+def test_what_python_cuts_is_requested_of_the_cache_too(root: Path, tmp_path: Path) -> None:
+    """`fill` looks for the records of the kernel's own laws only; others it would read one by one."""
+    v1 = torchvision.transforms
+    fused = fastload.fuse(v1.Compose([v1.RandomResizedCrop(16), v1.PILToTensor()]))
+    for transform, requested in ((CROP, []), (fused, [0, 1, 2])):
+        data = images(root, transform, cache=Cache(tmp_path / type(transform).__name__, "raw"))
+        batches_of(DataLoader(data, 8))
+        data._flush_cache()
+        kernel.set_threads(2)
+        try:
+            assert view_of(data)._read_ahead([0, 1, 2]) == requested
+        finally:
+            kernel.set_threads(0)
+        data.close()
 
 
 # --- promises of worker processes

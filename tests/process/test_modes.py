@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import decode_image, decode_resized, shrink
 from tests.photos import pillow_jpeg, png, scene
@@ -220,6 +221,24 @@ def test_bad_images_in_every_mode(folder: Any, photos: Path, mode: str, damage: 
             assert sum(len(images) for images, _ in loader) == len(FILES)
             assert [key for key, _ in loader.stats()["bad"]] == [name], (epoch, policy)
             dataset.close()
+
+
+@every_mode
+def test_a_cut_jpeg_is_served_with_strict_false_or_that_is_refused(tmp_path: Path, mode: str) -> None:
+    cut = FILES["a/landscape.jpg"]()
+    url = write(tmp_path / "photos", {"a/cut.jpg": cut[: len(cut) // 2]})
+    lenient = RandomResizedCrop(8, strict=False)
+    options: dict[str, Any] = {"cache": Cache(tmp_path / "cache", mode)}
+    if mode in ("shrunk", "decoded"):
+        for make in (ImageFolder, TarDataset):
+            with pytest.raises(ArgumentError, match=rf"'{mode}' .*strict=False has no effect: .*'auto'"):
+                make(url, transform=lenient, **options)
+        return
+    with contextlib.closing(ImageFolder(url, lenient, **options)) as dataset:
+        assert dataset[0][0].shape == (3, 8, 8)
+        dataset.transform = RandomResizedCrop(8)
+        with pytest.raises(DecodeError, match="premature end"):
+            dataset[0]
 
 
 # --- memory

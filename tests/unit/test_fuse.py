@@ -383,6 +383,58 @@ def test_kept_steps_draw_what_they_draw_in_the_plain_pipeline(folder: Path) -> N
         )
 
 
+def test_resize_of_a_strip_is_as_long_as_torchvisions() -> None:
+    strip = Image.new("RGB", (40_000, 1), (9, 9, 9))
+    assert fuse(v1.Resize(2))(strip).size == v1.Resize(2)(strip).size == (80_000, 2)
+
+
+def _resized(compose: Any) -> None:
+    compose.transforms[0].size = (32, 32)
+
+
+def _made_random(compose: Any) -> None:
+    compose.transforms[1].p = 0.9
+
+
+def _cast(compose: Any) -> None:
+    compose.transforms[3].dtype = torch.float64
+
+
+def _replaced(compose: Any) -> None:
+    compose.transforms[1] = v1.RandomVerticalFlip()
+
+
+def _continued(compose: Any) -> None:
+    compose.transforms.append(v1.RandomErasing(1))
+
+
+@pytest.mark.parametrize("change", [_resized, _made_random, _cast, _replaced, _continued])
+@pytest.mark.parametrize("fully", [True, False])
+def test_a_change_of_the_steps_after_fuse_is_refused(folder: Path, change: Any, fully: bool) -> None:
+    """torch would follow it. A kept step may change, as it is called."""
+    kept = [] if fully else [v1.RandomGrayscale(1)]
+    values = [v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)]
+    steps = [v1.RandomResizedCrop(24), v1.RandomHorizontalFlip(), *values]
+    compose = v1.Compose([*steps, *kept])
+    fused = fuse(compose)
+    data = ImageFolder(str(folder), fused)
+    copy.deepcopy(fused)(png(Image.fromarray(scene(90, 70))))
+    for step in kept:
+        step.p = 0.0
+    next(iter(DataLoader(data, 8, num_workers=1)))
+    said = fused.fused
+    change(compose)
+    assert fused.fused == said
+    for workers in (0, 1):
+        with pytest.raises(ArgumentError, match=r"changed after fuse\(\).* ByEpoch"):
+            next(iter(DataLoader(data, 8, num_workers=workers)))
+    with pytest.raises(ArgumentError, match="changed after fuse"):
+        data[0]
+    data.transform = fuse(compose)
+    next(iter(DataLoader(data, 8)))
+    data.close()
+
+
 def test_epochs_objects_and_device_decoding(folder: Path) -> None:
     first, second = (fuse(v1.Compose([v1.CenterCrop(size), v1.ToTensor()])) for size in (24, 32))
     data: Any = ObjectDataset(str(folder / "c0"), transform=ByEpoch({0: first, 1: second}))

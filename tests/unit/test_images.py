@@ -316,6 +316,17 @@ def test_resized_and_shrunk(path: str) -> None:
     assert psnr(decode_image(shrink(data, 500, 100)), np.asarray(image)) > 25
 
 
+def test_images_of_extreme_sides_are_images(path: str) -> None:
+    """A scan, a film strip; and the most that a file of 10 KB may hold."""
+    column = np.lib.stride_tricks.as_strided(np.full((1, 1, 3), 9, np.uint8), (1 << 26, 1, 3), (0, 3, 1))
+    assert (run(RandomResizedCrop(8), [column]) == 9).all()
+    strip = png(Image.new("L", (110_000, 3), 9))
+    assert decode_resized(strip, 2).shape == (2, 73_333, 3) and (decode_resized(strip, 2) == 9).all()
+    with pytest.raises(DecodeError, match=r"73333 x 2 pixels, .* more than 65500 on a .*'auto'"):
+        shrink(strip, 2, 90)
+    assert decode_image(shrink(png(Image.new("L", (65_500, 3), 9)), 3, 90)).shape == (3, 65_500, 3)
+
+
 # ---------------------------------------------------------------- damage and limits
 
 

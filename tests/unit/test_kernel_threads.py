@@ -22,7 +22,7 @@ from fastload import Cache, CenterCrop, RandomResizedCrop
 from fastload.cache.segment import PLACE, Places
 from fastload.formats.sample import dump
 from fastload.images import kernel as native
-from fastload.images.crop import Crop, noted_boxes
+from fastload.images.crop import Crop, _map_rows, noted_boxes
 from fastload.images.decode import Oriented, to_dct, with_rows
 from fastload.images.rng import sample_seeds
 from tests.photos import pillow_jpeg, png, scene, variants
@@ -244,6 +244,22 @@ def test_crop_resize_gives_the_same_with_any_number_of_threads() -> None:
         assert left == failed
         want[failed] = got[failed] = 0
         np.testing.assert_array_equal(got, want)
+
+
+def test_no_thread_writes_rows_after_the_error_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot of such a batch goes to another one."""
+    monkeypatch.setattr("fastload.images.crop.threads", lambda: 2)
+    made = []
+
+    def make(row: int) -> None:
+        if row == 0:
+            raise MemoryError
+        time.sleep(0.1)
+        made.append(row)
+
+    with pytest.raises(MemoryError):
+        _map_rows(make, [png(Image.fromarray(scene(9, 9)))] * 4)
+    assert sorted(made) == [1, 2, 3]
 
 
 def test_threads_are_as_many_as_asked_for_and_end() -> None:

@@ -20,6 +20,8 @@ transforms: Any = torchvision.transforms
 NEAREST = transforms.InterpolationMode.NEAREST
 SHAPES = [(161, 119), (97, 300), (3, 90), (1, 1), (500, 375), (375, 500), (333, 77), (40, 40)]
 MASK: dict[str, Any] = {"interpolation": "nearest", "channels": 1}
+# libjpeg passes over the byte behind the first two.
+JUNK = b"\xff\xd8\xff\xfe\0\2\0" + pillow_jpeg(scene(40, 30))[2:]
 
 
 def mask(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -132,6 +134,8 @@ def test_grey_image_is_interpolated_in_one_channel() -> None:
     ("given", "words"),
     [
         (pillow_jpeg(scene(40, 30)), "takes images of one channel, and this JPEG has 3: leave channels= out"),
+        (JUNK, "this JPEG has 3: leave channels= out"),
+        (JUNK[:30], "this JPEG has a damaged header"),
         (
             png(Image.fromarray(scene(40, 30))),
             "channels=1 takes images of one .* and this one is RGB, with 3 channels",
@@ -151,11 +155,12 @@ def test_other_images_are_refused_in_words(given: Any, words: str, interpolation
     assert row == 0 and isinstance(error, DecodeError)
 
 
-def test_class_numbers_are_not_interpolated() -> None:
+@pytest.mark.parametrize("form", [png, lambda image: image], ids=["file", "PIL image"])
+def test_class_numbers_are_not_interpolated(form: Any) -> None:
     with pytest.raises(DecodeError, match=r"indices into a palette, which must not be .*='nearest'"):
-        CenterCrop(8, channels=1)(png(mask(20, 20)))
+        CenterCrop(8, channels=1)(form(mask(20, 20)))
     with pytest.raises(DecodeError, match="single bits, which must not be interpolated"):
-        CenterCrop(8, channels=1)(png(Image.fromarray(np.eye(16, dtype=bool))))
+        CenterCrop(8, channels=1)(form(Image.fromarray(np.eye(16, dtype=bool))))
 
 
 def test_repr_shows_what_differs() -> None:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
-from fastload.formats.jpeg import exif_of, jpeg_orientation, with_orientation
+from fastload.formats.jpeg import exif_of, is_plain_jpeg, jpeg_orientation, with_orientation
 from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, decode_resized, shrink
 from fastload.images import kernel as native
@@ -196,6 +196,32 @@ def test_orientation_of_a_jpeg_equals_pillow(orientation: int) -> None:
     for data in cases:
         assert jpeg_orientation(data) == pillows(data) == orientation
         assert decode_image(data).shape == (8, 16, 3)
+
+
+def between(middle: bytes) -> bytes:
+    """A JPEG with these bytes behind its first segment."""
+    jpeg = pillow_jpeg(scene(16, 8))
+    at = 4 + int.from_bytes(jpeg[4:6], "big")
+    return jpeg[:at] + middle + jpeg[at:]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [b"", b"\0", b"abc", b"\xff\0", b"\xff\xff\xff", b"\xff\xe2\0\0", b"\xff\xe2\0\1", b"\xff\xd0"],
+    ids=repr,
+)
+def test_orientation_is_found_behind_whatever_pillow_passes_over(before: bytes) -> None:
+    exif = exif_of(6)
+    data = between(before + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif)
+    assert jpeg_orientation(data) == pillows(data) == 6
+    assert decode_pil(data).getexif()[0x0112] == 6
+    assert is_plain_jpeg(data) == (before.strip(b"\xff") == b"")
+
+
+def test_doubled_header_and_doubled_orientation_are_read_as_pillow_does() -> None:
+    twice = exif_of(3)[:14] + b"\0\2" + exif_of(3)[16:28] + exif_of(6)[16:]
+    for data in (header(b"Exif\0\0" + exif_of(6)), header(twice)):
+        assert jpeg_orientation(data) == pillows(data) == 6
 
 
 @pytest.mark.parametrize(

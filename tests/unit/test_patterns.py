@@ -42,6 +42,11 @@ def _xmp(text: str) -> None:
     jpeg_orientation(b"\xff\xd8\xff\xe1" + (len(body) + 2).to_bytes(2, "big") + body + b"\xff\xda")
 
 
+def _exif(text: str) -> None:
+    segment = b"\xff\xe1\0\x40Exif\0\0" + 56 * text[:1].encode()
+    jpeg_orientation(b"\xff\xd8" + segment * len(text) + b"\xff\xda")
+
+
 # What reads the text, and the pieces that it is made of.
 CASES: tuple[tuple[Callable[[str], Any], tuple[str, ...]], ...] = (
     (
@@ -80,6 +85,7 @@ CASES: tuple[tuple[Callable[[str], Any], tuple[str, ...]], ...] = (
     (split_name, ("a", ".", "/", ".a/")),
     (member_key, (" ", "__MACOSX/", "/", "../", "a")),
     (_xmp, ("tiff:Orientation", 'tiff:Orientation="', "t")),
+    (_exif, ("x",)),
     (_CLASS.search, ("GLOBAL", "GLOBAL ", "G")),
 )
 

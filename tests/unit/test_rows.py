@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastload import RandomResizedCrop
 from fastload.errors import DecodeError
 from fastload.formats.jpeg import is_plain_jpeg, jpeg_components, jpeg_orientation, used_index, without_rows
 from fastload.images import decode_image
@@ -172,6 +173,16 @@ def test_index_is_that_of_the_first_crop_or_read_through_the_file() -> None:
     crop(data, (0, 0, 9, 9), room=file.index_room(119))
     assert file.index() == index_of(data)
     assert Unindexed.of(b"no image").index() == b""
+
+
+def test_a_file_that_begins_with_an_index_itself_is_kept_as_it_is() -> None:
+    """Behind a second index it would be no JPEG."""
+    photo = FILES["420"]
+    head = b"\x89ROW\x01\0"
+    for data in (head + b"\0\0" + photo, head + b"\1\0" + bytes(10) + photo, with_rows(photo)):
+        file = Unindexed.of(data)
+        assert RandomResizedCrop(32).fill(np.empty((1, 3, 32, 32), np.uint8), [file], [0]) == []
+        assert file.index() == b"" and np.array_equal(decode_image(data), decode_image(photo))
 
 
 def test_file_is_written_once_and_given_up_where_nobody_keeps_it() -> None:
