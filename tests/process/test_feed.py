@@ -159,8 +159,8 @@ class SlottedWithTo:
     def __init__(self, images: torch.Tensor) -> None:
         self.images = images
 
-    def to(self, device: object, **options: object) -> SlottedWithTo:
-        return SlottedWithTo(self.images.clone())
+    def to(self, device: Any, **options: Any) -> SlottedWithTo:
+        return type(self)(self.images.to(device, **options))
 
 
 class SlottedBelow(SlottedWithTo):
