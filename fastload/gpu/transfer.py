@@ -347,6 +347,8 @@ class DevicePrefetcher:
 
     def _send(self, host: Any, started: _Started) -> None:
         device = self._device
+        # By themselves: an object's `to` may put the moved ones in their place.
+        tensors = list(tree_leaves(host)) if self.copies else []
         with device.side():
             # The memory of dropped batches is given out again on this stream. `keep` tells the allocator who
             # still reads them, but finds no tensor in an object of a class that only the transform knows. So
@@ -364,7 +366,7 @@ class DevicePrefetcher:
             finally:
                 # After an error too: a copy may be running, and a transform may read host memory.
                 started.ready = device.event()
-                self._hold(_Copy(host, before, copied, started.ready))
+                self._hold(_Copy((host, tensors), before, copied, started.ready))
 
     def _finish(self, started: _Started) -> None:
         """Wait for the pixels of a batch that was asked for. Later batches are decoded meanwhile."""

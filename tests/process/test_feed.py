@@ -6,7 +6,8 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.gpu.transfer import Cuda, Device, DevicePrefetcher
+from fastload.gpu.tree import tree_leaves
 from fastload.metrics.counters import Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
@@ -65,32 +67,61 @@ class Slots:
     def __init__(self, feed: DevicePrefetcher) -> None:
         self.pool, self.map = SlotPool(keep=4), SlotMap(feed.pin)
 
-    def send(self, number: int) -> Any:
+    def send(self, number: int, batch_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> Any:
         """What loads a batch full of `number`, made in a free slot."""
         for slot_id in self.map.take_returned()[0]:
             self.pool.release(slot_id)
         tensor = self.pool.allocate((4, 25_000), torch.float32)
         tensor.fill_(number)
-        packed, fds = self.pool.pack(tensor)
+        packed, fds = self.pool.pack(batch_of(tensor))
         self.map.attach(packed, fds)
         return lambda: self.map.unpack(packed)
 
 
-def _late_copy(fake: FakeCuda) -> list[int]:
+def _late_copy(fake: FakeCuda, batch_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> list[int]:
     """The first values of two batches; the copy of the first runs after the second was made."""
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.start(0, slots.send(0))
-    second = slots.send(1)
+    feed.start(0, slots.send(0, batch_of))
+    second = slots.send(1, batch_of)
     fake.gate.set()
-    values = [int(feed.get(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
+    batches = [feed.get(key, load) for key, load in ((0, None), (1, second))]
+    values = [int(tensor[0, 0]) for batch in batches for tensor in tree_leaves(batch)]
     feed.close()
     return values
 
 
 def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
     assert _late_copy(fake) == [0, 1]
+
+
+class MovedInPlace:
+    """As Hugging Face's BatchEncoding and PyG's Batch: `to` replaces the tensors of the object itself."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def to(self, device: Any, non_blocking: bool = False) -> MovedInPlace:
+        self.data = self.data.to(device, non_blocking=non_blocking)
+        return self
+
+
+class Fields(UserDict[str, torch.Tensor]):
+    """A mapping whose copy shares its content."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data=data)
+
+    def __copy__(self) -> Fields:
+        clone = Fields.__new__(Fields)
+        clone.data = self.data
+        return clone
+
+
+@pytest.mark.parametrize("batch_of", [MovedInPlace, Fields])
+def test_a_batch_that_is_moved_in_place_keeps_its_slot(fake: FakeCuda, batch_of: Any) -> None:
+    assert _late_copy(fake, batch_of) == [0, 1]
 
 
 @pytest.mark.stress
