@@ -216,6 +216,27 @@ def test_accumulated_passes_equal_one_large_batch() -> None:
     assert whole.loss_sum.item() == pytest.approx(parts.loss_sum.item())
 
 
+@pytest.mark.parametrize("mode", step.CUDA_GRAPHS)
+def test_gradients_add_up_outside_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The next run of a graph overwrites what it has made, also a gradient that a weight has taken over."""
+    monkeypatch.setattr(torch, "compile", lambda network, mode: network)
+    marks: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    plain, graphed = (step.Step(tiny(), arguments("--compile", m), ALONE, 10) for m in ("off", mode))
+    places = [weight.grad.data_ptr() for weight in graphed.module.parameters()]
+    for stepped in (plain, graphed):
+        for number in range(2):
+            stepped.begin(number, 0, 1.0)
+            for part in (slice(0, 3), slice(3, 6)):
+                stepped.add(x[part], y[part], 0.5, last=part.stop == 6)
+            stepped.update()
+    assert [weight.grad.data_ptr() for weight in graphed.module.parameters()] == places
+    assert len(marks) == 4
+    for one, other in zip(plain.module.parameters(), graphed.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_gradients_are_clipped() -> None:
     x, y = torch.randn(10, 4) * 100, torch.randint(0, 3, (10,))
     stepped = step.Step(
