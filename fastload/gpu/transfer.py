@@ -135,7 +135,8 @@ class Cuda(Device):
             self._side.wait_stream(self._consumer)
             leaf.record_stream(self._side)
             return leaf
-        if leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_pinned():
+        on_host = leaf.device.type == "cpu" and leaf.layout is torch.strided
+        if on_host and not leaf.is_pinned() and not _is_expanded(leaf):
             leaf = leaf.pin_memory()  # torch's allocator takes the block back after the copy
         return leaf.detach().to(self._device, non_blocking=True).requires_grad_(leaf.requires_grad)
 
@@ -163,6 +164,11 @@ class Cuda(Device):
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(address)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether one element stands for many: torch refuses to pin, as it would write it many times."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def resolve_device(device: Any) -> torch.device | None:

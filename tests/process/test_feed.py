@@ -299,6 +299,19 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> No
     fake.stop()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_expanded_tensors(fake: FakeCuda, workers: int) -> None:
+    """One element stands for many, so torch refuses to pin a copy of them with these strides."""
+
+    def positions(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.arange(len(rows[0])).expand(len(rows), -1)
+
+    for make in (numbered, lambda index: torch.zeros(3)):
+        loader = DataLoader(Numbers(4, make), 2, num_workers=workers, collate_fn=positions, device="cuda")
+        for batch in loader:
+            assert batch.shape[0] == 2 and (batch == torch.arange(batch.shape[1])).all()
+
+
 # --- the device and its owner ------------------------------------------------------------------------------
 
 
