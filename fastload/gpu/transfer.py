@@ -305,9 +305,9 @@ class DevicePrefetcher:
         """
         if key in self._started:
             return
-        self._release_read()
         started = self._started[key] = _Started()
         try:
+            self._release_read()
             self._send(load(), started)
         except BaseException as error:
             started.error = error
@@ -439,7 +439,8 @@ class _IdleTime:
 
     def count(self) -> None:
         """Count the spans that the device has completed."""
-        while self._spans and self._spans[0][2].query():
+        # All three: the requests may come from streams without an order.
+        while self._spans and all(event.query() for event in self._spans[0]):
             asked, ready, again = self._spans.popleft()
             self._counters.add("device.seconds", asked.elapsed_time(again) / 1000)
             # Negative where the batch was ready before the device needed it.

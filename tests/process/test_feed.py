@@ -24,7 +24,7 @@ from fastload.gpu.tree import tree_leaves
 from fastload.metrics.counters import Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
-from tests.fakecuda import GARBAGE, FakeCuda
+from tests.fakecuda import GARBAGE, FakeCuda, FakeEvent
 from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids
 from tests.loaderdata import Numbers, numbered
@@ -297,6 +297,33 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(caught) == 1 and "could not be registered" in str(caught[0].message)
     assert loader.stats()["counters"]["copy.unregistered"] >= 2
     fake.stop()
+
+
+def test_requests_from_streams_without_an_order_end_no_epoch(fake: FakeCuda) -> None:
+    """The device may have reached the second of them, and not the first."""
+    feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
+    fake.late = []
+    for number in range(3):
+        feed.mark_wait()
+        if number:
+            fake.late[number].pass_by()
+        feed.get(number, lambda: torch.zeros(1))
+    fake.late[0].pass_by()
+    feed.close()
+
+
+def test_failed_device_is_the_error_that_is_raised(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the user's kernel, for one: CUDA raises it at any later call."""
+    iterator = iter(DataLoader(Numbers(3), device="cuda"))
+    next(iterator)
+
+    def fail(event: FakeEvent) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", fail)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            next(iterator)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
