@@ -207,7 +207,8 @@ class Step:
                 "the checkpoint is of another network: give the options of its run, or another --out"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty without fp16: a new scale is found in a few updates
+            self._scaler.load_state_dict(state["scaler"])
         if self.ema is not None:  # without a saved average it begins with the weights
             self.ema.load_state_dict(state["ema"] or {"average": list(self.module.parameters())})
 

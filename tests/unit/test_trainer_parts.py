@@ -278,6 +278,14 @@ def test_an_average_that_a_resumed_run_adds_begins_with_its_weights() -> None:
             assert torch.equal(value, saved["model"][name])
 
 
+@pytest.mark.parametrize(("before", "now"), [("bf16", "fp16"), ("fp16", "off"), ("fp16", "fp16")])
+def test_a_resumed_run_may_have_another_precision(before: str, now: str) -> None:
+    saved = step.Step(tiny(), arguments("--amp", before), ALONE, 10).state_dict()
+    resumed = step.Step(tiny(), arguments("--amp", now), ALONE, 10)
+    resumed.load_state_dict(saved)
+    assert bool(resumed.state_dict()["scaler"]) == (now == "fp16")
+
+
 def test_batch_norm_is_recomputed() -> None:
     """Its statistics are the plain averages over the batches, whatever they were before."""
     norm = nn.BatchNorm1d(3, momentum=0.3)
