@@ -286,6 +286,19 @@ def test_a_resumed_run_may_have_another_precision(before: str, now: str) -> None
     assert bool(resumed.state_dict()["scaler"]) == (now == "fp16")
 
 
+def test_control_group_waits_no_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is a group of its own, for which torch would wait 30 minutes."""
+    groups: dict[str, Any] = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    for name, stub in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, stub=stub: stub)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **options: None)
+    monkeypatch.setattr(ranks.dist, "new_group", lambda **options: groups.update(options))
+    Ranks.join("cuda", timeout=7)
+    assert groups["timeout"].total_seconds() == 7
+
+
 def test_batch_norm_is_recomputed() -> None:
     """Its statistics are the plain averages over the batches, whatever they were before."""
     norm = nn.BatchNorm1d(3, momentum=0.3)
