@@ -275,6 +275,19 @@ def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: p
     assert not ends and sum(what == "register" for what, _ in fake.log) > 10
 
 
+def test_exhausted_iterator_holds_no_registered_memory(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)  # a GPU's consumer does not
+    fake.gate.clear()
+    iterator = iter(DataLoader(Numbers(8, numbered), batch_size=4, num_workers=1, device="cuda"))
+    opener = threading.Timer(0.5, fake.gate.set)
+    opener.start()
+    assert len([None for _ in iterator]) == 2
+    assert not fake.registered
+    opener.join()
+
+
 def test_each_slot_is_registered_once(fake: FakeCuda) -> None:
     loader = DataLoader(
         Numbers(200, numbered), batch_size=4, num_workers=2, persistent_workers=True, device="cuda"
