@@ -291,6 +291,7 @@ class DevicePrefetcher:
     def end_epoch(self) -> None:
         """Note the end of an epoch: the device's work until the next one does not count."""
         self._idle.forget()
+        self._asked.clear()
 
     def mark_wait(self) -> None:
         """Note that the consumer asks for its next batch."""
@@ -358,8 +359,9 @@ class DevicePrefetcher:
         with device.side():
             # The memory of dropped batches is given out again on this stream. `keep` tells the allocator who
             # still reads them, but finds no tensor in an object of a class that only the transform knows. So
-            # this stream waits for the request before the last one; a copy still overlaps a whole step.
-            if len(self._asked) == 2:
+            # this stream waits for the request before the last one; a copy still overlaps a whole step. In
+            # the first of an epoch it waits for this one: other loaders may have had batches before.
+            if self._asked:
                 device.wait(self._asked[0])
             before = copied = device.event()
             try:
