@@ -3,12 +3,13 @@
 A stream is a thread with a queue. A copy knows its source by address alone, as the hardware does: who gives
 the memory away too early gets other bytes, and who unmaps it is reported. Device memory is full of 0xFD
 before the copy is through, so a consumer that does not wait sees that.
+
+`Cuda.copy` runs as it is, with the `to` of a batch's own class: what it asks of torch comes to the fake.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import os
 import queue
@@ -18,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from fastload.gpu.transfer import Cuda
 from fastload.gpu.tree import tree_leaves
 from tests.patience import PATIENCE
 
@@ -62,6 +65,8 @@ class FakeCuda:
         self.gate.set()
         self._delay, self._refuse = delay, refuse
         self._pid = os.getpid()
+        self.late: list[FakeEvent] | None = None  # the consumer's events, where a test lets them pass
+        self._device = torch.device("cuda")
         self._on_side = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fake stream", daemon=True)
@@ -101,6 +106,8 @@ class FakeCuda:
         event = FakeEvent()
         if self._on_side:
             self._work.put(event.pass_by)
+        elif self.late is not None:
+            self.late.append(event)
         else:  # the consumer's stream is this thread
             event.pass_by()
         return event
@@ -111,8 +118,12 @@ class FakeCuda:
     def copy(self, leaf: Any) -> Any:
         self._here()
         assert self._on_side
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return copy.deepcopy(leaf)
+        with _Calls(self):
+            return Cuda.copy(self, leaf)  # type: ignore[arg-type]
+
+    def _to(self, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.layout is not torch.strided:
+            return leaf.clone()
         target = torch.empty_like(leaf)
         raw = target.untyped_storage()
         ctypes.memset(raw.data_ptr(), GARBAGE, raw.nbytes())
@@ -138,7 +149,10 @@ class FakeCuda:
 
     def wait(self, event: FakeEvent) -> None:
         self._here()
-        event.synchronize()
+        if self._on_side:
+            self._work.put(event.synchronize)
+        elif self.late is None:
+            event.synchronize()
         self.log.append(("side wait" if self._on_side else "wait", event))
 
     def keep(self, tensor: torch.Tensor) -> None:
@@ -197,6 +211,24 @@ class FakeCuda:
             if start <= address < start + nbytes:
                 return start, nbytes
         return None
+
+
+class _Calls(TorchFunctionMode):
+    """The calls of CUDA below `Cuda.copy`."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            return self._fake._to(args[0])
+        if func is torch.Tensor.is_pinned:
+            return self._fake._region(args[0].data_ptr()) is not None
+        if func is torch.Tensor.pin_memory:  # it keeps the strides, and writes no element twice
+            pinned = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
+            return pinned.copy_(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _span(tensor: torch.Tensor) -> int:

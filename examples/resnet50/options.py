@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optim import DECAYS, by_epoch
-from step import AMP, COMMUNICATION
+from step import AMP, COMMUNICATION, CUDA_GRAPHS
 
 __all__ = ["kept", "parse", "refuse_changes"]
 
@@ -133,10 +133,9 @@ def _device(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     group.add_argument("--amp", default="off", choices=sorted(AMP))
     group.add_argument("--channels-last", action="store_true")
-    compiling = ["off", "default", "reduce-overhead", "max-autotune"]
-    group.add_argument(
-        "--compile", default="off", choices=compiling, help="reduce-overhead: with CUDA graphs"
-    )
+    compiling = ["off", "default", *CUDA_GRAPHS]
+    with_graphs = "reduce-overhead, max-autotune: with CUDA graphs"
+    group.add_argument("--compile", default="off", choices=compiling, help=with_graphs)
     group.add_argument(
         "--communication", default="fp32", choices=COMMUNICATION, help="of gradients; see step.py"
     )

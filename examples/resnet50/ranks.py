@@ -66,11 +66,12 @@ class Ranks:
             torch.cuda.set_device(chosen)
         if size == 1 and "RANK" not in os.environ and not dist.is_initialized():
             return cls(0, 1, 1, chosen)
+        limit = timedelta(seconds=timeout)
         if not dist.is_initialized():  # else Ray Train has initialised it
             backend = "nccl" if cuda else "gloo"
             meeting = _meeting(rank, size, nodes, timeout)
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
-        control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
+            dist.init_process_group(backend, timeout=limit, **meeting)
+        control = dist.new_group(backend="gloo", timeout=limit) if cuda else dist.group.WORLD
         return cls(rank, size, nodes, chosen, control)
 
     @property

@@ -25,10 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from optim import AllReduce, Ema, make_optimizer, register
 from ranks import Ranks, check_identical
 
-__all__ = ["AMP", "COMMUNICATION", "Meter", "Step", "Task", "prepare_norms", "top1", "top5"]
+__all__ = ["AMP", "COMMUNICATION", "CUDA_GRAPHS", "Meter", "Step", "Task", "prepare_norms", "top1", "top5"]
 
 COMMUNICATION = ["fp32", "fp16", "bf16", "dgc"]
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+CUDA_GRAPHS = ["reduce-overhead", "max-autotune"]  # of --compile
 
 
 def top1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -96,9 +97,13 @@ class Step:
         self._clip = 0 if compressed else args.clip_norm
         self._seed = args.seed
         network: nn.Module = self.module
-        if args.compile != "off":  # "reduce-overhead" records CUDA graphs
+        if args.compile != "off":
             network = torch.compile(network, mode=None if args.compile == "default" else args.compile)
-        self._mark = args.compile == "reduce-overhead" and self._type == "cuda"
+        self._graphs = args.compile in CUDA_GRAPHS
+        if self._graphs:
+            # The next run of a graph overwrites what it has made: gradients add up in memory of their own.
+            for weight in self.module.parameters():
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         if self.communication is not None:
             network = _distributed(network, args, ranks)
             register(network, self.communication)
@@ -124,7 +129,7 @@ class Step:
         The gradients add up. Only those of the last batch are exchanged between the ranks, while the backward
         pass still runs.
         """
-        if self._mark:
+        if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with self._silent(not last):
             with self._precision():
@@ -139,7 +144,7 @@ class Step:
             nn.utils.clip_grad_norm_(self.module.parameters(), self._clip, foreach=True)
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self._graphs)
         if self.ema is not None:
             self.ema.update()
 
@@ -202,7 +207,8 @@ class Step:
                 "the checkpoint is of another network: give the options of its run, or another --out"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
-        self._scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty without fp16: a new scale is found in a few updates
+            self._scaler.load_state_dict(state["scaler"])
         if self.ema is not None:  # without a saved average it begins with the weights
             self.ema.load_state_dict(state["ema"] or {"average": list(self.module.parameters())})
 

@@ -9,12 +9,13 @@ pipeline: the kernel then decodes that batch, and that image from then on. A new
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,7 @@ class DaliDecoder(ImageDecoder):
         self._copied: deque[tuple[Any, Any]] = deque()  # (event, tensors that are read until then)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        with self.counters.timed("decoder"):
+        with self.counters.timed("decoder"), self._in_step():
             batch = _Batch(encoded, self._refused)
             if not len(batch.rows):
                 self._complete(batch, None)
@@ -167,8 +168,10 @@ class DaliDecoder(ImageDecoder):
 
     def _result(self, batch: _Batch) -> torch.Tensor:
         with self.counters.timed("decoder"):
-            while batch.images is None and batch.error is None:
+            while batch in self._queue:
                 self._finish_oldest()
+            if batch.images is None and batch.error is None:  # an interrupt took its pipeline
+                self._by_kernel(batch)
         if batch.error is not None:
             raise batch.error
         images, batch.images = batch.images, None
@@ -201,12 +204,13 @@ class DaliDecoder(ImageDecoder):
                 return
 
     def _finish_oldest(self) -> None:
-        batch = self._queue.popleft()
-        try:
-            self._collect(batch)
-            self._unexplained = 0
-        except _ENDED as error:
-            self._fall_back(batch, error)
+        with self._in_step():
+            batch = self._queue.popleft()
+            try:
+                self._collect(batch)
+                self._unexplained = 0
+            except _ENDED as error:
+                self._fall_back(batch, error)
         self.counters.add("decoder.batches")
         self.counters.add("decoder.samples", len(batch.rows))
 
@@ -254,23 +258,40 @@ class DaliDecoder(ImageDecoder):
 
     def _fall_back(self, batch: _Batch, error: Exception) -> None:
         """Let the kernel decode a batch that ended the pipeline; later batches are fed again."""
-        self.counters.add("decoder.fallbacks")
         places = [int(place) for place in re.findall(r"sample #(\d{1,6})", str(error))]
         self._refused.update(
             batch.encoded.keys[batch.rows[place]] for place in places if place < len(batch.rows)
         )
-        try:
-            batch.images, bad = self.decode_by_kernel(batch.encoded)
-            self._unexplained = 0 if bad else self._unexplained + 1
-        except FastloadError as failure:
-            batch.error = failure
-            self._unexplained = 0
+        self._unexplained = self._unexplained + 1 if self._by_kernel(batch) else 0
         # Sound batches before a bad one may fail with it: up to `queue_depth` failures prove nothing.
         if self._unexplained > self._options.queue_depth + _UNEXPLAINED:
             self._give_up(error)
         self.counters.add("decoder.rebuilt")
         self._pipe = self._new_pipeline()
         self._feed_from(0)
+
+    def _by_kernel(self, batch: _Batch) -> bool:
+        """Let the kernel decode a batch. Return whether every image is sound."""
+        self.counters.add("decoder.fallbacks")
+        try:
+            batch.images, bad = self.decode_by_kernel(batch.encoded)
+        except FastloadError as failure:
+            batch.error = failure
+            return False
+        return not bad
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """After an error or Ctrl-C, forget the pipeline and what is in it.
+
+        Its outputs belong to batches by their order alone, and nobody knows how much of a batch it has got.
+        """
+        try:
+            yield
+        except BaseException:
+            self._pipe = None
+            self._queue.clear()
+            raise
 
     def _give_up(self, error: Exception) -> None:
         failure = FastloadError(

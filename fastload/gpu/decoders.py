@@ -170,21 +170,24 @@ class TorchDctDecoder(ImageDecoder):
 @contextlib.contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
     """Compute float32 as float32: the script's autocast and TF32 change no pixel."""
-    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
-    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
-    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
-    before = [matmul.fp32_precision for matmul in switches]
+    # Each matmul, and what it inherits from where it has none of its own: that of cudnn is for all of CUDA.
+    matmuls: list[tuple[Any, Any]] = [
+        (torch.backends.cuda.matmul, torch.backends.cudnn),
+        (getattr(torch.backends.mkldnn, "matmul", None), torch.backends.mkldnn),
+    ]
+    switches = [pair for pair in matmuls if hasattr(pair[0], "fp32_precision")]  # from torch 2.9 on
+    values = [(matmul.fp32_precision, above.fp32_precision) for matmul, above in switches]
     legacy = None if switches else torch.get_float32_matmul_precision()
     try:
-        for matmul in switches:
+        for matmul, _ in switches:
             matmul.fp32_precision = "ieee"
         if legacy is not None:
             torch.set_float32_matmul_precision("highest")
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for matmul, precision in zip(switches, before, strict=True):
-            matmul.fp32_precision = precision
+        for (matmul, _), (precision, inherited) in zip(switches, values, strict=True):
+            matmul.fp32_precision = "none" if precision == inherited else precision  # "none": inherits again
         if legacy is not None:
             torch.set_float32_matmul_precision(legacy)
 

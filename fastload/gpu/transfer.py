@@ -135,7 +135,8 @@ class Cuda(Device):
             self._side.wait_stream(self._consumer)
             leaf.record_stream(self._side)
             return leaf
-        if leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_pinned():
+        on_host = leaf.device.type == "cpu" and leaf.layout is torch.strided
+        if on_host and not leaf.is_pinned() and not _is_expanded(leaf):
             leaf = leaf.pin_memory()  # torch's allocator takes the block back after the copy
         return leaf.detach().to(self._device, non_blocking=True).requires_grad_(leaf.requires_grad)
 
@@ -163,6 +164,11 @@ class Cuda(Device):
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             cudart.cudaHostUnregister(address)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether one element stands for many: torch refuses to pin, as it would write it many times."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def resolve_device(device: Any) -> torch.device | None:
@@ -285,6 +291,7 @@ class DevicePrefetcher:
     def end_epoch(self) -> None:
         """Note the end of an epoch: the device's work until the next one does not count."""
         self._idle.forget()
+        self._asked.clear()
 
     def mark_wait(self) -> None:
         """Note that the consumer asks for its next batch."""
@@ -299,9 +306,9 @@ class DevicePrefetcher:
         """
         if key in self._started:
             return
-        self._release_read()
         started = self._started[key] = _Started()
         try:
+            self._release_read()
             self._send(load(), started)
         except BaseException as error:
             started.error = error
@@ -347,11 +354,14 @@ class DevicePrefetcher:
 
     def _send(self, host: Any, started: _Started) -> None:
         device = self._device
+        # By themselves: an object's `to` may put the moved ones in their place.
+        tensors = list(tree_leaves(host)) if self.copies else []
         with device.side():
             # The memory of dropped batches is given out again on this stream. `keep` tells the allocator who
             # still reads them, but finds no tensor in an object of a class that only the transform knows. So
-            # this stream waits for the request before the last one; a copy still overlaps a whole step.
-            if len(self._asked) == 2:
+            # this stream waits for the request before the last one; a copy still overlaps a whole step. In
+            # the first of an epoch it waits for this one: other loaders may have had batches before.
+            if self._asked:
                 device.wait(self._asked[0])
             before = copied = device.event()
             try:
@@ -364,7 +374,7 @@ class DevicePrefetcher:
             finally:
                 # After an error too: a copy may be running, and a transform may read host memory.
                 started.ready = device.event()
-                self._hold(_Copy(host, before, copied, started.ready))
+                self._hold(_Copy((host, tensors), before, copied, started.ready))
 
     def _finish(self, started: _Started) -> None:
         """Wait for the pixels of a batch that was asked for. Later batches are decoded meanwhile."""
@@ -431,7 +441,8 @@ class _IdleTime:
 
     def count(self) -> None:
         """Count the spans that the device has completed."""
-        while self._spans and self._spans[0][2].query():
+        # All three: the requests may come from streams without an order.
+        while self._spans and all(event.query() for event in self._spans[0]):
             asked, ready, again = self._spans.popleft()
             self._counters.add("device.seconds", asked.elapsed_time(again) / 1000)
             # Negative where the batch was ready before the device needed it.

@@ -353,6 +353,8 @@ class LoaderIterator(TorchIterator):
             self._context.autoscaler.end_epoch()
         if not self._persistent_workers:
             self._shutdown_workers()
+            if self._device is not None:
+                self._device.close()  # which holds what the device was reading
             if self._context.decoding is not None:
                 self._context.decoding.rest()
         self._context.remote_caches.end_epoch(self._context.counters)

@@ -6,7 +6,8 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,11 @@ import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.gpu.transfer import Cuda, Device, DevicePrefetcher
+from fastload.gpu.tree import tree_leaves
 from fastload.metrics.counters import Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
-from tests.fakecuda import GARBAGE, FakeCuda
+from tests.fakecuda import GARBAGE, FakeCuda, FakeEvent
 from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids
 from tests.loaderdata import Numbers, numbered
@@ -65,32 +67,61 @@ class Slots:
     def __init__(self, feed: DevicePrefetcher) -> None:
         self.pool, self.map = SlotPool(keep=4), SlotMap(feed.pin)
 
-    def send(self, number: int) -> Any:
+    def send(self, number: int, batch_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> Any:
         """What loads a batch full of `number`, made in a free slot."""
         for slot_id in self.map.take_returned()[0]:
             self.pool.release(slot_id)
         tensor = self.pool.allocate((4, 25_000), torch.float32)
         tensor.fill_(number)
-        packed, fds = self.pool.pack(tensor)
+        packed, fds = self.pool.pack(batch_of(tensor))
         self.map.attach(packed, fds)
         return lambda: self.map.unpack(packed)
 
 
-def _late_copy(fake: FakeCuda) -> list[int]:
+def _late_copy(fake: FakeCuda, batch_of: Callable[[torch.Tensor], Any] = lambda tensor: tensor) -> list[int]:
     """The first values of two batches; the copy of the first runs after the second was made."""
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.start(0, slots.send(0))
-    second = slots.send(1)
+    feed.start(0, slots.send(0, batch_of))
+    second = slots.send(1, batch_of)
     fake.gate.set()
-    values = [int(feed.get(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
+    batches = [feed.get(key, load) for key, load in ((0, None), (1, second))]
+    values = [int(tensor[0, 0]) for batch in batches for tensor in tree_leaves(batch)]
     feed.close()
     return values
 
 
 def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
     assert _late_copy(fake) == [0, 1]
+
+
+class MovedInPlace:
+    """As Hugging Face's BatchEncoding and PyG's Batch: `to` replaces the tensors of the object itself."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def to(self, device: Any, non_blocking: bool = False) -> MovedInPlace:
+        self.data = self.data.to(device, non_blocking=non_blocking)
+        return self
+
+
+class Fields(UserDict[str, torch.Tensor]):
+    """A mapping whose copy shares its content."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        super().__init__(data=data)
+
+    def __copy__(self) -> Fields:
+        clone = Fields.__new__(Fields)
+        clone.data = self.data
+        return clone
+
+
+@pytest.mark.parametrize("batch_of", [MovedInPlace, Fields])
+def test_a_batch_that_is_moved_in_place_keeps_its_slot(fake: FakeCuda, batch_of: Any) -> None:
+    assert _late_copy(fake, batch_of) == [0, 1]
 
 
 @pytest.mark.stress
@@ -159,8 +190,8 @@ class SlottedWithTo:
     def __init__(self, images: torch.Tensor) -> None:
         self.images = images
 
-    def to(self, device: object, **options: object) -> SlottedWithTo:
-        return SlottedWithTo(self.images.clone())
+    def to(self, device: Any, **options: Any) -> SlottedWithTo:
+        return type(self)(self.images.to(device, **options))
 
 
 class SlottedBelow(SlottedWithTo):
@@ -183,16 +214,21 @@ def test_tensors_in_slots_are_kept_for_the_consumers_stream(fake: FakeCuda, kind
 
 
 def test_memory_that_only_the_transform_knows_waits_for_the_consumer(fake: FakeCuda) -> None:
-    """No walk through a batch finds it. So new work waits for the request before the last one."""
+    """No walk through a batch finds it. So new work waits for the request before the last one.
+
+    At the start of an epoch it waits for this one: there may have been batches of another loader in between.
+    """
     feed = DevicePrefetcher(torch.device("cuda"), lambda batch: SimpleNamespace(images=batch), Counters())
-    requests = []
-    for number in range(4):
-        feed.mark_wait()
-        requests.append(feed._asked[-1])
-        fake.log.clear()
-        feed.get(number, lambda: torch.zeros(1))
-        waits = [event for what, event in fake.log if what == "side wait"]
-        assert waits == requests[number - 1 : number] if number else waits == []
+    for _ in range(2):
+        requests = []
+        for number in range(4):
+            feed.mark_wait()
+            requests.append(feed._asked[-1])
+            fake.log.clear()
+            feed.get(number, lambda: torch.zeros(1))
+            waits = [event for what, event in fake.log if what == "side wait"]
+            assert waits == [requests[max(0, number - 1)]]
+        feed.end_epoch()
     feed.close()
 
 
@@ -244,6 +280,19 @@ def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: p
     assert not ends and sum(what == "register" for what, _ in fake.log) > 10
 
 
+def test_exhausted_iterator_holds_no_registered_memory(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)  # a GPU's consumer does not
+    fake.gate.clear()
+    iterator = iter(DataLoader(Numbers(8, numbered), batch_size=4, num_workers=1, device="cuda"))
+    opener = threading.Timer(0.5, fake.gate.set)
+    opener.start()
+    assert len([None for _ in iterator]) == 2
+    assert not fake.registered
+    opener.join()
+
+
 def test_each_slot_is_registered_once(fake: FakeCuda) -> None:
     loader = DataLoader(
         Numbers(200, numbered), batch_size=4, num_workers=2, persistent_workers=True, device="cuda"
@@ -266,6 +315,46 @@ def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(caught) == 1 and "could not be registered" in str(caught[0].message)
     assert loader.stats()["counters"]["copy.unregistered"] >= 2
     fake.stop()
+
+
+def test_requests_from_streams_without_an_order_end_no_epoch(fake: FakeCuda) -> None:
+    """The device may have reached the second of them, and not the first."""
+    feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
+    fake.late = []
+    for number in range(3):
+        feed.mark_wait()
+        if number:
+            fake.late[number].pass_by()
+        feed.get(number, lambda: torch.zeros(1))
+    fake.late[0].pass_by()
+    feed.close()
+
+
+def test_failed_device_is_the_error_that_is_raised(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the user's kernel, for one: CUDA raises it at any later call."""
+    iterator = iter(DataLoader(Numbers(3), device="cuda"))
+    next(iterator)
+
+    def fail(event: FakeEvent) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", fail)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            next(iterator)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_expanded_tensors(fake: FakeCuda, workers: int) -> None:
+    """One element stands for many, so torch refuses to pin a copy of them with these strides."""
+
+    def positions(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.arange(len(rows[0])).expand(len(rows), -1)
+
+    for make in (numbered, lambda index: torch.zeros(3)):
+        loader = DataLoader(Numbers(4, make), 2, num_workers=workers, collate_fn=positions, device="cuda")
+        for batch in loader:
+            assert batch.shape[0] == 2 and (batch == torch.arange(batch.shape[1])).all()
 
 
 # --- the device and its owner ------------------------------------------------------------------------------

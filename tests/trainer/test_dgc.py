@@ -7,7 +7,9 @@ real thing runs in DistributedDataParallel on two gloo ranks; see dgc_ranks.py.
 from __future__ import annotations
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,6 +294,43 @@ def test_dense_until_sparse_is_smaller(
         found.append(compression.sparsity)
     wanted = [share if sparse_from and share >= sparse_from else 0.0 for share in dgc.SPARSITY_STRATEGY]
     assert found == wanted
+
+
+def test_results_are_used_once_the_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future of NCCL is complete at once: only `wait` makes the device wait for the results, as here."""
+    base: Any = torch.futures.Future.__bases__[0]
+    wait = base.wait
+
+    def waits(future: Any) -> None:
+        for target, result in wait(future):
+            target.copy_(result)
+
+    def begun(results: list[tuple[torch.Tensor, torch.Tensor]]) -> SimpleNamespace:
+        future = torch.futures.Future[Any]()
+        future.set_result(results)
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(base, "wait", waits)
+    of_ranks = {  # both have the same gradients
+        "get_world_size": lambda: 2,
+        "all_reduce": lambda tensor, async_op: begun([(tensor, 2 * tensor)]),
+        "all_gather": lambda tensors, tensor, async_op: begun([(each, tensor) for each in tensors]),
+    }
+    for name, stub in of_ranks.items():
+        monkeypatch.setattr(torch.distributed, name, stub)
+    module = torch.nn.Linear(64, 32)
+    weights = list(module.parameters())
+    buffer = torch.randn(64 * 32 + 32)
+    parts = zip(buffer.split([64 * 32, 32]), weights, strict=True)
+    bucket = [part.view_as(weight) for part, weight in parts]
+    own = buffer.clone()
+    values = {"buffer": buffer, "gradients": bucket, "parameters": weights, "is_last": True}
+    compression = dgc.DeepGradientCompression(module, 100, sparsity_strategy=(0.9,))
+    compression.begin(0)
+    given: Any = SimpleNamespace(**{name: partial(values.get, name) for name in values})
+    compression.average(given)
+    sent = buffer != 0
+    assert int(sent.sum()) == round(64 * 32 * 0.1) + 32 and torch.equal(buffer[sent], own[sent])
 
 
 def test_bytes_as_ranks_are_added() -> None:

@@ -206,6 +206,43 @@ def test_end_of_a_pipelines_work_does_not_end_the_epoch(monkeypatch: pytest.Monk
     assert decoder.counters["decoder.fallbacks"] == 1
 
 
+@pytest.mark.parametrize("where", ["_feed", "_collect"])
+def test_an_interrupt_does_not_give_a_batch_the_images_of_another(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Those that were started before it too."""
+    decoder, batches = _decoder(), _batches(set(), 7)
+    results = [decoder.start(batch) for batch in batches[:2]]
+
+    def interrupted(batch: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.start(batches[2])
+    results += [decoder.start(batch) for batch in batches[3:]]
+    for result, batch in zip(results, batches[:2] + batches[3:], strict=True):
+        _check(result(), batch)
+    decoder.close()
+
+
+def test_a_pipeline_that_was_not_built_leaves_no_other_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = _decoder()
+    small, large = (encode(RandomResizedCrop(size, flip=0.5), {"a": GOOD}) for size in (24, 40))
+    _check(decoder.start(small)(), small)
+
+    def fail() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(decoder, "_new_pipeline", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder.start(large)
+    assert decoder.start(large)().shape == (1, 3, 40, 40)
+    decoder.close()
+
+
 def test_memory_is_for_most_images_and_not_for_the_largest() -> None:
     large = {"large": pillow_jpeg(scene(5000, 40))}
     decoder = _decoder()

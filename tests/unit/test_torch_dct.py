@@ -12,7 +12,7 @@ from PIL import Image
 
 from fastload import Cache, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, DecodeError
-from fastload.gpu.decoders import TorchDctDecoder
+from fastload.gpu.decoders import TorchDctDecoder, exact_float32
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.decode import has_records, to_dct
 from fastload.images.encoded import EncodedImages, decode_by_kernel
@@ -91,6 +91,23 @@ def test_global_switches_of_torch_change_no_pixel(switch: str) -> None:
     with SWITCHES[switch]():
         images = decoder().start(encoded)()
     assert torch.equal(images, expected)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9 has one switch"
+)
+def test_precision_that_a_matmul_inherits_stays_inherited() -> None:
+    """What the training chooses after the first batch has its effect."""
+    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with exact_float32(DEVICE):
+            assert [matmul.fp32_precision for matmul in matmuls] == ["ieee"] * 2
+        torch.backends.fp32_precision = "ieee"
+        assert [matmul.fp32_precision for matmul in matmuls] == ["ieee"] * 2
+    finally:
+        torch.backends.fp32_precision = before
 
 
 RARE = ("cmyk", "ycck", "progressive cmyk", "stored as RGB", "411")

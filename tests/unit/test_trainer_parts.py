@@ -216,6 +216,27 @@ def test_accumulated_passes_equal_one_large_batch() -> None:
     assert whole.loss_sum.item() == pytest.approx(parts.loss_sum.item())
 
 
+@pytest.mark.parametrize("mode", step.CUDA_GRAPHS)
+def test_gradients_add_up_outside_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The next run of a graph overwrites what it has made, also a gradient that a weight has taken over."""
+    monkeypatch.setattr(torch, "compile", lambda network, mode: network)
+    marks: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    plain, graphed = (step.Step(tiny(), arguments("--compile", m), ALONE, 10) for m in ("off", mode))
+    places = [weight.grad.data_ptr() for weight in graphed.module.parameters()]
+    for stepped in (plain, graphed):
+        for number in range(2):
+            stepped.begin(number, 0, 1.0)
+            for part in (slice(0, 3), slice(3, 6)):
+                stepped.add(x[part], y[part], 0.5, last=part.stop == 6)
+            stepped.update()
+    assert [weight.grad.data_ptr() for weight in graphed.module.parameters()] == places
+    assert len(marks) == 4
+    for one, other in zip(plain.module.parameters(), graphed.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_gradients_are_clipped() -> None:
     x, y = torch.randn(10, 4) * 100, torch.randint(0, 3, (10,))
     stepped = step.Step(
@@ -255,6 +276,27 @@ def test_an_average_that_a_resumed_run_adds_begins_with_its_weights() -> None:
     with resumed.averaged([]):
         for name, value in resumed.module.state_dict().items():
             assert torch.equal(value, saved["model"][name])
+
+
+@pytest.mark.parametrize(("before", "now"), [("bf16", "fp16"), ("fp16", "off"), ("fp16", "fp16")])
+def test_a_resumed_run_may_have_another_precision(before: str, now: str) -> None:
+    saved = step.Step(tiny(), arguments("--amp", before), ALONE, 10).state_dict()
+    resumed = step.Step(tiny(), arguments("--amp", now), ALONE, 10)
+    resumed.load_state_dict(saved)
+    assert bool(resumed.state_dict()["scaler"]) == (now == "fp16")
+
+
+def test_control_group_waits_no_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it is a group of its own, for which torch would wait 30 minutes."""
+    groups: dict[str, Any] = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+    for name, stub in (("is_available", True), ("device_count", 1), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, stub=stub: stub)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **options: None)
+    monkeypatch.setattr(ranks.dist, "new_group", lambda **options: groups.update(options))
+    Ranks.join("cuda", timeout=7)
+    assert groups["timeout"].total_seconds() == 7
 
 
 def test_batch_norm_is_recomputed() -> None:

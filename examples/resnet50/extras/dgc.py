@@ -215,7 +215,8 @@ class DeepGradientCompression:
             self.traffic.all_gathered(message.nbytes)
 
         def finish(done: Any) -> torch.Tensor:
-            done.value()  # raises the error of a rank that died
+            for future in done.value():  # which raises the error of a rank that died
+                future.wait()  # NCCL's is complete at once; this makes the GPU wait for what it stands for
             buffer.zero_()
             for message in messages:  # all ranks add in the same order, to the same bits
                 found, places = message.chunk(2)
