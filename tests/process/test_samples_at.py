@@ -311,7 +311,7 @@ def test_states_of_the_last_two_epochs_are_kept() -> None:
     run(loader, epochs=5)
     kept = ["forgotten" not in order for order in loader.state_dict()["history"]]
     assert kept == [False, False, False, True, True]
-    with pytest.raises(ArgumentError, match="order of epoch 2 .* is kept for the last two epochs only"):
+    with pytest.raises(ArgumentError, match=r"order of epoch 2 .* is kept for the last two epochs only"):
         loader.samples_at(0, 2)
 
 
