@@ -276,6 +276,7 @@ def _is_compressed(batch: Any) -> bool:
         (offset,) = struct.unpack_from("<H", data, table - back + entry) if entry < entries else (0,)
         return table + offset if offset else 0
 
-    header = place_of(*struct.unpack_from("<I", data), 2)  # Message.header
+    (message,) = struct.unpack_from("<I", data)
+    header = place_of(message, 2)  # Message.header
     (start,) = struct.unpack_from("<I", data, header)
     return place_of(header + start, 3) > 0  # RecordBatch.compression
