@@ -160,9 +160,7 @@ def test_new_transform_that_the_cache_cannot_serve_is_refused(tmp_path: Path, mo
     cache = Cache(tmp_path / "cache", mode=mode, short_side=160)
     plain = {"jpg": PAIR["jpg"], "seg.png": RandomResizedCrop(48, **CUT)}
     data = pairs(tmp_path / "data", [mask()], transform=plain, cache=cache)
-    with pytest.raises(
-        ArgumentError, match=f"cache mode '{mode}' .*: make a new dataset with this transform="
-    ):
+    with pytest.raises(ArgumentError, match=f"mode '{mode}' .*: make a new dataset with this transform="):
         data.transform = PAIR
     assert data[0]["seg.png"].shape == (3, 48, 48), "it works as before"
     fresh = closing(fastload.TarDataset(data.url, transform=PAIR, index=str(tmp_path / "data"), cache=cache))
