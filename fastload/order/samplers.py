@@ -95,8 +95,9 @@ class Samplers:
         names: of the samplers' classes.
         stateful: the sampler with `state_dict` and `load_state_dict`, if there is one.
         tracks_state: after each batch its state is that of the position. torch's BatchSampler takes no more
-            from its sampler than it gives out. One of the user's own may, so there the state is used as it
-            was when the epoch began, and the batches are passed over.
+            from its sampler than it gives out. One of the user's own may, and so may a subclass of fastload's
+            samplers whose state is inherited and whose `__iter__` is not. There the state is used as it was
+            when the epoch began, and the batches are passed over.
         dealer: `stateful`, if it is fastload's and deals to ranks.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
@@ -122,7 +123,9 @@ class Samplers:
         self.names = [type(part).__qualname__ for part in parts]
         self.stateful = next((part for part in parts if is_stateful(part)), None)
         batches = getattr(type(index_sampler), "__iter__", None) is BatchSampler.__iter__
-        self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
+        followed = self.stateful is index_sampler or batches
+        inherited = _only_state_is_inherited(self.stateful)
+        self.tracks_state = self.stateful is not None and followed and not inherited
         self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
         self.user_defined = not self.tracks_state and not all(
@@ -319,6 +322,14 @@ class Samplers:
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
         return sampler if type(sampler) in kinds and sampler.generator is None else None
+
+
+def _only_state_is_inherited(sampler: Any) -> bool:
+    """Return whether this is a user's subclass with an order of its own, and with fastload's state."""
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    own_order = type(sampler).__iter__ is not DistributedSampler.__iter__
+    return own_order and type(sampler).state_dict.__module__.startswith("fastload.")
 
 
 def _copied(sampler: Any, memo: dict[int, Any]) -> Any:

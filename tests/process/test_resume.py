@@ -168,6 +168,13 @@ class Ahead(BatchSampler):
                 yield pair[5:]
 
 
+class Backwards(DistributedSampler):
+    """Takes all indices of its base at once; the state that it inherits then stands behind all of them."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[::-1])
+
+
 class OwnEpoch(Reversed):
     """As torch's DistributedSampler: no state, but an epoch that somebody has to set."""
 
@@ -206,6 +213,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_size": None,
         "collate_fn": int,
     },
+    "subclass that draws ahead": lambda: {"sampler": Backwards(range(N), 1, 0)},
     "custom batches": lambda: {"batch_sampler": Ahead(DistributedSampler(range(N), 1, 0), 5, False)},
 }
 
@@ -504,11 +512,10 @@ def test_ranks_of_torchs_sampler_cannot_change() -> None:
         make(3).load_state_dict(run.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["torch", "fastload"])
-def test_set_epoch(kind: str) -> None:
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler, Backwards])
+def test_set_epoch(kind: Any) -> None:
     def make() -> tuple[Any, fastload.DataLoader[Any]]:
-        cls: Any = torch.utils.data.DistributedSampler if kind == "torch" else DistributedSampler
-        sampler = cls(range(N), 2, 0)
+        sampler = kind(range(N), 2, 0)
         return sampler, loader(sampler=sampler)
 
     sampler, run = make()
@@ -530,7 +537,7 @@ def test_set_epoch(kind: str) -> None:
         assert list(run) == expected[2]
     sampler, run = make()
     run.load_state_dict(state)
-    if kind == "torch":
+    if kind is not DistributedSampler:
         sampler.set_epoch(2)
     else:
         with pytest.warns(UserWarning, match="drops the position"):
