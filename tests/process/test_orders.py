@@ -433,3 +433,27 @@ def test_state_within_an_indexed_epoch_is_refused_where_nothing_is_indexed(
     resumed.load_state_dict(through_json(run.state_dict()))
     with pytest.raises(ArgumentError, match="an epoch of an indexed dataset, and the shards are not indexed"):
         list(resumed)
+
+
+@pytest.mark.parametrize("change", [{"shuffle_buffer": 80}, {"fields": "label", "shuffle_buffer": "2KB"}])
+def test_block_of_a_stream_is_refused_where_it_would_have_other_records(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = "parquet" if "fields" in change else "tar"
+    url = write(tmp_path / kind, {name: body for name, body in shards(kind).items() if body})
+    options: dict[str, Any] = {"fields": ("label", "name")} if kind == "parquet" else {"decode": {"jpg": len}}
+    options["shuffle_buffer"] = change["shuffle_buffer"] if kind == "parquet" else 40
+
+    def made(**others: Any) -> Any:
+        data = shard_dataset(kind, url, **(options | others))
+        return fastload.DataLoader(data, 10, shuffle=True, collate_fn=identity)
+
+    run = made()
+    iterator = iter(run)
+    list(itertools.islice(iterator, 11))
+    state = through_json(run.state_dict())
+    with pytest.raises(ArgumentError, match="another shuffle_buffer, or other fields of Parquet"):
+        made(**change).load_state_dict(state)
+    resumed = made()
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(iterator)
