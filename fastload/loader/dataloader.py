@@ -186,7 +186,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         self.batch_transform = batch_transform
         self.decoder = decoder
         self.on_error = on_error
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.processes = processes
         self._context = context = LoaderContext()

@@ -213,7 +213,7 @@ class BudgetSampler(DistributedSampler):
     def _batches(self, epoch: int) -> Batches:
         made = self._made.batches
         if epoch not in made:
-            seed = self.seed + epoch if self.shuffle else None
+            seed = self._seed_of(epoch) if self.shuffle else None
             if self._classes is None:
                 batches = packed_batches(self.sizes, self._buckets, int(self.budget), seed)
             else:

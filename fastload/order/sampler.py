@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 import torch.utils.data
 
-from fastload.checks import check_one_of
+from fastload.checks import check_one_of, whole_seed
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
@@ -137,6 +137,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "pass both rank and num_replicas, or neither"
             )
         indexed_length(dataset)
+        seed = whole_seed(seed)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.mode = mode
         self.exchange = exchange
@@ -371,8 +372,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Return the samples in the order of an epoch; None: by index."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self.shuffle:
-            return node_order(length, nodes, exchange, self.seed + epoch)
+            return node_order(length, nodes, exchange, self._seed_of(epoch))
         return None if nodes == 1 else node_shares(length, nodes)
+
+    def _seed_of(self, epoch: int) -> int:
+        """Return the seed of the order of an epoch; torch takes none from 2**64 on."""
+        return (self.seed + epoch) % (1 << 64)
 
     def _share(self, start: int) -> int:
         """Return the number of samples of this rank from `start` on."""

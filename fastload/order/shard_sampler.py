@@ -115,7 +115,7 @@ class ShardSampler(DistributedSampler):
         blocks = blocks_of(self.dataset)
         if blocks is None or not self.shuffle:
             return super()._order(epoch, nodes, exchange)
-        return block_order(blocks, nodes, self.seed + epoch)
+        return block_order(blocks, nodes, self._seed_of(epoch))
 
     def _length(self) -> int | None:
         try:

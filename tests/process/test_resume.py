@@ -629,6 +629,22 @@ def test_a_sampler_of_ones_own_with_an_epoch() -> None:
     assert seen + list(resumed) == expected
 
 
+@pytest.mark.parametrize("seed", [-(1 << 63), (1 << 64) - 1])
+@pytest.mark.parametrize("sampler", [False, True])
+def test_largest_seeds_of_torch_are_taken(sampler: bool, seed: int) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        order = {"sampler": DistributedSampler(range(N), 1, 0, seed=seed)} if sampler else {"shuffle": True}
+        return loader(seed=seed, **order)
+
+    run = make()
+    list(run)
+    iterator = iter(run)
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert list(resumed) == list(iterator)
+
+
 # --- datasets with a state of their own
 
 
