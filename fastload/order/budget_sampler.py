@@ -121,7 +121,8 @@ class BudgetSampler(DistributedSampler):
         self.budget = _checked_budget(budget, pack)
         if not is_real(tolerance) or not 0 <= tolerance <= 1:
             raise ArgumentError(f"tolerance must be from 0 to 1, found {tolerance!r}: 0.1 allows 10 % less")
-        self.tolerance, self.pack, self.together = tolerance, bool(pack), whole_number("together", together)
+        self.tolerance, self.pack = float(tolerance), bool(pack)
+        self.together = whole_number("together", together)
         if pack and together != 1:
             raise ArgumentError("together goes with padded batches, and packed ones are alike: leave it out")
         super().__init__((), num_replicas, rank, shuffle, seed, drop_last)

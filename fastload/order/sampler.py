@@ -129,6 +129,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             found_rank, found_replicas = find_rank()
             num_replicas = found_replicas if num_replicas is None else num_replicas
             rank = found_rank if rank is None else rank
+        num_replicas, rank = operator.index(num_replicas), operator.index(rank)
         if num_replicas < 1:
             raise ArgumentError(f"num_replicas must be at least 1, found {num_replicas}")
         if not 0 <= rank < num_replicas:
@@ -140,7 +141,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         seed = whole_seed(seed)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.mode = mode
-        self.exchange = exchange
+        self.exchange = float(exchange)
         by_node = partition == "node"
         self._place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
         # This rank reads the samples `_column`, `_column + num_replicas`, ... of the order of all ranks.
@@ -211,6 +212,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A loaded position is kept if it is in this epoch."""
+        epoch = operator.index(epoch)  # numpy's numbers would make states that JSON does not know
         if self._start is None or epoch != self.epoch:
             if self._start and self._start < (self._length() or math.inf):
                 warnings.warn(

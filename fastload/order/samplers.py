@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import operator
 import re
 import warnings
 import zlib
@@ -207,8 +208,11 @@ class Samplers:
 
     @property
     def epoch(self) -> int | None:
-        epoch = getattr(self._with_epoch, "epoch", None)
-        return epoch if isinstance(epoch, int) else None
+        """Return the number of the epoch; None where the samplers have none, or it is no whole number."""
+        epoch: Any = getattr(self._with_epoch, "epoch", None)
+        with contextlib.suppress(TypeError):
+            return operator.index(epoch)  # numpy's numbers too
+        return None
 
     def state(self) -> SamplerState:
         """Return where the sampler stands."""

@@ -629,6 +629,25 @@ def test_a_sampler_of_ones_own_with_an_epoch() -> None:
     assert seen + list(resumed) == expected
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_whole_numbers_of_numpy_are_as_good_as_pythons(shuffle: bool) -> None:
+    """In the state too, which goes through JSON here."""
+
+    def make() -> tuple[Any, fastload.DataLoader[Any]]:
+        sampler: Any = DistributedSampler(range(N), np.int64(2), np.int64(1), shuffle, seed=np.int64(5))  # type: ignore[arg-type]
+        sampler.set_epoch(np.int64(3))
+        return sampler, loader(sampler=sampler)
+
+    _, run = make()
+    iterator = iter(run)
+    next(iterator)
+    state, rest = through_json(run.state_dict()), list(iterator)
+    sampler, resumed = make()
+    resumed.load_state_dict(state)
+    sampler.set_epoch(np.int64(3))
+    assert list(resumed) == rest and resumed.state_dict()["epoch"] == 1
+
+
 @pytest.mark.parametrize("seed", [-(1 << 63), (1 << 64) - 1])
 @pytest.mark.parametrize("sampler", [False, True])
 def test_largest_seeds_of_torch_are_taken(sampler: bool, seed: int) -> None:

@@ -339,6 +339,11 @@ def test_loader_refuses_sizes_of_another_dataset() -> None:
         DataLoader(range(N), sampler=sampler)
 
 
+def test_state_has_no_number_of_numpy() -> None:
+    sampler = BudgetSampler(SIZES, budget=np.int64(200), tolerance=np.float32(0.5), num_replicas=1, rank=0)
+    assert through_json(sampler.state_dict()) == sampler.state_dict()
+
+
 # --- in a loader
 
 
