@@ -332,8 +332,11 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
     names = ["dataset", "length", "samplers", "seed"]
     workers = saved.workers or []
     if own.dataset == "map-style":
-        if saved.ahead or not samplers.tracks_state:
-            names += ["batch_size", "sampler_length", "num_replicas"] if saved.begun else []
+        if saved.begun and (saved.ahead or not samplers.tracks_state):
+            names += ["batch_size", "sampler_length", "num_replicas"]
+            own.sampler_length = samplers.length_in(saved.sampler.epoch)
+            if isinstance(samplers.index_sampler, BudgetSampler):  # its state has all that makes its length
+                names.remove("sampler_length")
     elif any(worker.state is None and worker.batches for worker in workers):
         names += ["batch_size"]
     # As bytes, since users' states may hold tensors, which have no single answer to `==`.

@@ -29,7 +29,7 @@ from fastload.formats.sample import dump
 from fastload.metrics.machine import default_device
 from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.mixture_sampler import MixedAt, mixed_at
-from fastload.order.sampler import DistributedSampler
+from fastload.order.sampler import DistributedSampler, known_length
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
 
@@ -213,6 +213,17 @@ class Samplers:
         with contextlib.suppress(TypeError):
             return operator.index(epoch)  # numpy's numbers too
         return None
+
+    def length_in(self, epoch: int | None) -> int | None:
+        """Return the length of the index sampler, which may depend on the epoch; None where it has none."""
+        here, sampler = self.epoch, self._with_epoch
+        if epoch is None or here is None or epoch == here or sampler is self.dealer:
+            return known_length(self.index_sampler)
+        sampler.set_epoch(epoch)
+        try:
+            return known_length(self.index_sampler)
+        finally:
+            sampler.set_epoch(here)
 
     def state(self) -> SamplerState:
         """Return where the sampler stands."""

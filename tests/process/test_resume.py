@@ -629,6 +629,27 @@ def test_a_sampler_of_ones_own_with_an_epoch() -> None:
     assert seen + list(resumed) == expected
 
 
+class Dynamic(OwnEpoch):
+    """Batches whose number differs by epoch, as of batch samplers by duration."""
+
+    def __len__(self) -> int:
+        return 5 + self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(N).tensor_split(len(self)))
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_length_that_depends_on_the_epoch_is_compared_in_that_epoch(epoch: int) -> None:
+    run = loader(batch_sampler=Dynamic())
+    run.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(batch_sampler=Dynamic())
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert list(resumed) == list(iterator)
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_whole_numbers_of_numpy_are_as_good_as_pythons(shuffle: bool) -> None:
     """In the state too, which goes through JSON here."""
