@@ -255,8 +255,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         lost or repeated, except for the padding or truncation at the end of an epoch that ranks share. Of
         shards that are not indexed yet, the number of ranks can change between epochs only. A state is JSON
         of one to ten kilobytes for any number of samples, and more with the state of a generator, or of a
-        sampler or dataset of your own. It serves on all ranks; only its digest is that of the rank that
-        saved it.
+        sampler or dataset of your own. It serves on all ranks where a `DistributedSampler` deals the samples,
+        or `seed=` makes their order; only its digest is that of the rank that saved it. An order that each
+        rank draws for itself is in the state of that rank alone.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their

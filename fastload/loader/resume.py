@@ -31,6 +31,7 @@ from fastload.order.sampler import known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
 from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import VERSION, Coming, Identity, State, WorkerState
+from fastload.trace.digest import find_part
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
 from fastload.workers.reading import REPLACEMENTS
@@ -289,6 +290,7 @@ class LoaderPosition:
         """
         samplers = Samplers.of(loader)
         _check(loader, samplers, state)
+        _check_rank(loader, samplers, state)
         check_identity(loader, self._identify(loader), state)
         samplers.load(state.sampler)
         if samplers.dealer is not None:
@@ -366,6 +368,19 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
         raise ArgumentError(
             f"state_dict has generators of {sorted(saved.generators)}, this loader was given those of "
             f"{sorted(own.generators)}: pass `generator` in the same places as in the saved run"
+        )
+
+
+def _check_rank(loader: Any, samplers: Samplers, saved: State) -> None:
+    """Raise ArgumentError for a state of another rank, where each rank draws an order of its own."""
+    rank, _ = find_part(loader)
+    known = saved.begun or saved.digest.steps  # before that no digest has its rank
+    if known and rank != saved.digest.rank and samplers.drawn and samplers.replicas is None:
+        raise ArgumentError(
+            f"state_dict was saved on rank {saved.digest.rank}, this is rank {rank}, and each rank draws an "
+            f"order of its own from its {samplers.names[-1]}, so both would read the same samples: let each "
+            "rank load the state that it saved; with a fastload.DistributedSampler, or with seed= and no "
+            "generator, one state serves all ranks"
         )
 
 

@@ -246,5 +246,6 @@ def _compare(samplers: Samplers, check: int | None, saved: int | None) -> None:
         raise ArgumentError(
             f"{samplers.names} gives another order than in the run that was saved: give the sampler a "
             "seed of its own for each epoch, or state_dict() and load_state_dict(), or resume from a state "
-            "that was saved between two epochs"
+            "that was saved between two epochs; where its order is each rank's own, load the state that this "
+            "rank has saved"
         )

@@ -104,6 +104,7 @@ class Samplers:
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
         seeded: torch's samplers draw it from the loader's `seed`, a new order for each epoch.
+        drawn: they draw it from torch's generator, or from one that they were given.
         replicas, rank: of the sampler that deals to ranks.
     """
 
@@ -134,6 +135,8 @@ class Samplers:
         )
         self.checked = not self.tracks_state and not all(type(part) in _BY_POSITION for part in parts)
         self.seeded = seed is not None and self._drawing_globally() is not None
+        owns_generator = any(isinstance(getattr(part, "generator", None), torch.Generator) for part in parts)
+        self.drawn = owns_generator or (self._drawing_globally() is not None and not self.seeded)
         orders = [getattr(type(part), "__iter__", None) for part in parts]
         # The order is a function of the epoch's number, by code of torch's or fastload's.
         by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])

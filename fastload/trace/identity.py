@@ -40,7 +40,8 @@ _DEPTH = 100  # of datasets in datasets
 _ORDER = ("replacement", "shuffle", "seed")  # of a sampler, what its order is made from
 _SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 _LIKE = {
-    "indices": "pass the same indices, as by a split with a seed of its own",
+    "indices": "pass the same indices, as by a split with a seed of its own; where each rank has indices of "
+    "its own, load the state that this rank has saved",
     "keys": _SAME_KEYS,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import pickle
 import random
 from collections import Counter
@@ -683,6 +684,63 @@ def test_largest_seeds_of_torch_are_taken(sampler: bool, seed: int) -> None:
     resumed = make()
     resumed.load_state_dict(through_json(run.state_dict()))
     assert list(resumed) == list(iterator)
+
+
+# --- a state of another rank
+
+
+class OfTheRank(Reversed):
+    """Deals by rank, and has no state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N)[int(os.environ["RANK"]) :: 2])
+
+
+DRAWN = ["shuffle", "generator", "replacement", "weighted", "subset"]
+FOR_ALL_RANKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "seed": lambda: {"shuffle": True, "seed": 1},
+    "list of batches": ORDERS["list of batches"],
+    "custom": ORDERS["custom"],
+}
+
+
+def state_of_rank_0(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a run saves within an epoch; from then on this process is rank 1."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run = loader(**options)
+    next(iter(run))
+    monkeypatch.setenv("RANK", "1")
+    return through_json(run.state_dict())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_order_that_a_rank_drew_is_refused_on_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of_rank_0(ORDERS[name](), monkeypatch)
+    resumed = loader(**ORDERS[name]())
+    with pytest.raises(ArgumentError, match=r"saved on rank 0, this is rank 1.*each rank load the state"):
+        resumed.load_state_dict(state)
+    monkeypatch.setenv("RANK", "0")
+    resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", FOR_ALL_RANKS)
+def test_order_that_all_ranks_have_alike_is_resumed_on_each(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of_rank_0(FOR_ALL_RANKS[name](), monkeypatch)
+    resumed = loader(**FOR_ALL_RANKS[name]())
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(loader(**FOR_ALL_RANKS[name]()))[1:]
+
+
+def test_sampler_that_deals_by_rank_is_told_whose_state_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of_rank_0({"sampler": OfTheRank()}, monkeypatch)
+    resumed = loader(sampler=OfTheRank())
+    resumed.load_state_dict(state)
+    with pytest.raises(ArgumentError, match="each rank's own, load the state that this rank has saved"):
+        iter(resumed)
 
 
 # --- datasets with a state of their own
