@@ -155,7 +155,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         check_log(dataset, sample_log)
         check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
-        check_sampler(dataset, sampler, batch_sampler)
+        check_sampler(dataset, sampler, batch_sampler, on_error)
         if num_workers:
             need_linux()
         if sampler is None and batch_sampler is None:

@@ -71,6 +71,7 @@ class BudgetSampler(DistributedSampler):
     rounds down. State, resume with any number of ranks, `samples_at`, `batch_at`, `skip` and `exclude` of the
     loader, and epochs are those of `DistributedSampler`, with batches in place of samples. In the place of an
     excluded sample stands one of the same bucket that is as large, or else the next smaller ones.
+    `on_error` of the loader is "raise" or, without `pack`, "repeat".
 
     The classes of similar sizes are the same in each epoch, and so are the number of batches and, but for
     rounding, the padding. With `pack=True` the number of batches may differ a little from epoch to epoch.
@@ -242,8 +243,9 @@ class _Made:
         _Made.__init__(self)
 
 
-def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any) -> None:
-    """Raise `ArgumentError` where a `BudgetSampler` has sizes of another dataset, or is no batch sampler."""
+def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any, on_error: str) -> None:
+    """Raise `ArgumentError` where a `BudgetSampler` has sizes of another dataset, or is no batch sampler, or
+    where its batches would not keep to the budget."""
     if isinstance(sampler, BudgetSampler):
         raise ArgumentError("a BudgetSampler gives batches: pass it as batch_sampler=, without batch_size")
     if not isinstance(batch_sampler, BudgetSampler):
@@ -258,6 +260,12 @@ def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any) -> None:
         raise ArgumentError(
             f"the BudgetSampler has {sizes:,} sizes, and the dataset has {length:,} samples: give it one "
             "size for each sample, of a Subset those of its indices"
+        )
+    kept = ("raise",) if batch_sampler.pack else ("raise", "repeat")
+    if on_error not in kept:
+        raise ArgumentError(
+            f"on_error={on_error!r} may put a larger sample into a batch of the BudgetSampler, which is then "
+            f"above the budget: use {' or '.join(map(repr, kept))}, and leave bad samples out by exclude()"
         )
 
 
