@@ -86,8 +86,8 @@ class EpochOrder:
         Args:
             samplers: of the loader, or copies (see `copies`).
             made: torch's iterator over the samplers of the loader. One of the user's own may draw in `iter`,
-                and does so not once more than in the run that was saved.
-            seeded_late: that run drew its base seed after `iter(sampler)`.
+                and does so not once more than in the run that was saved. One that counts epochs does so
+                there, and is asked again for the epoch of this order.
 
         Raises:
             ArgumentError: a sampler gives another order than before.
@@ -99,7 +99,8 @@ class EpochOrder:
         index_sampler = samplers.from_origin(self.origin)
         if type(index_sampler) is BatchSampler and index_sampler.batch_size != self.batch_size:
             index_sampler = BatchSampler(index_sampler.sampler, self.batch_size, index_sampler.drop_last)
-        if made is None or not (samplers.user_defined and samplers.stateful is None and not self.generators):
+        users = samplers.user_defined and samplers.stateful is None
+        if made is None or not users or self.generators or self.sampler.epoch is not None:
             made = iter(() if self.sampler.over else index_sampler)
             if samplers.user_defined and seeded_late:
                 samplers.draw_base_seed()

@@ -1085,6 +1085,36 @@ def test_eager_sampler_with_its_own_generator_resumes_in_the_same_order(num_work
     assert [list(resumed), list(resumed)] == rest
 
 
+class CountsItself(Eager):
+    """Has another order in each epoch, which it counts as soon as iter() is called."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.generator = None
+        drawn = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
+        self.epoch += 1
+        return iter(drawn.view(-1, 3).tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_eager_sampler_that_counts_epochs_goes_on_counting(num_workers: int) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(Ids(12), batch_sampler=CountsItself(None), num_workers=num_workers)
+
+    run = make()
+    list(run)
+    batches = iter(run)
+    next(batches)
+    state = through_json(run.state_dict())
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [list(resumed), list(resumed)] == [list(batches), list(run)]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_state_of_persistent_workers_resumed_without_workers_shuffles_each_epoch(own: bool) -> None:
     loader = eager(1, 1, own=own, persistent=True)
