@@ -193,6 +193,7 @@ class LoaderPosition:
             streams,
             start.origin,
             start.resumed,
+            seeded_late=loader.num_workers == 0,
         )
         self.epoch += 1
         self._position = position

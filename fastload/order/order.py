@@ -38,6 +38,7 @@ class EpochOrder:
         dealt: the same for a `DistributedSampler`.
         base_seed: of the samples' randomness, where the loader has no seed of its own; None: not known.
         origin, generators: what it is drawn from; None until its first index is drawn.
+        seeded_late: `generators` were noted before the base seed was drawn, which came after `iter(sampler)`.
         check: of an order that has to be compared: how many batches were drawn, and the sum over them.
         streamed: no sampler says what is read.
         forgotten: the states that it is made from were kilobytes, and were dropped.
@@ -53,6 +54,7 @@ class EpochOrder:
     base_seed: int | None = None
     origin: Origin | None = None
     generators: dict[str, str] | None = None
+    seeded_late: bool = False
     check: tuple[int, int | None] | None = None
     streamed: bool = False
     forgotten: bool = False
@@ -79,7 +81,6 @@ class EpochOrder:
         step: int,
         *,
         made: Iterator[Any] | None = None,
-        seeded_late: bool = False,
     ) -> Iterator[Any]:
         """Return the index batches from a step on: the samplers draw their order once more.
 
@@ -102,7 +103,7 @@ class EpochOrder:
         users = samplers.user_defined and samplers.stateful is None
         if made is None or not users or self.generators or self.sampler.epoch is not None:
             made = iter(() if self.sampler.over else index_sampler)
-            if samplers.user_defined and seeded_late:
+            if samplers.user_defined and self.seeded_late:
                 samplers.draw_base_seed()
         with samplers.drawing():
             self._pass_over(samplers, made, step)

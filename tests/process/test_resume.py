@@ -1115,6 +1115,37 @@ def test_eager_sampler_that_counts_epochs_goes_on_counting(num_workers: int) -> 
     assert [list(resumed), list(resumed)] == [list(batches), list(run)]
 
 
+class Drawing(Reversed):
+    """Draws with every index from a generator, which may be the loader's too."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(N):
+            yield int(torch.randint(N, (), generator=self.generator))
+
+
+@pytest.mark.parametrize("workers", [(0, 2, 2), (2, 0, 0), (0, 0, 2)], ids=str)
+def test_lazy_sampler_of_the_loaders_generator_is_resumed_twice(workers: tuple[int, int, int]) -> None:
+    def make(num_workers: int) -> fastload.DataLoader[Any]:
+        generator = seeded()
+        return loader(sampler=Drawing(generator), generator=generator, num_workers=num_workers)
+
+    whole, seen, state = list(make(workers[0])), [], None
+    for number, num_workers in enumerate(workers):
+        run = make(num_workers)
+        if state is not None:
+            run.load_state_dict(state)
+        iterator = iter(run)
+        seen += list(itertools.islice(iterator, 2 if number < 2 else None))
+        if number < 2:
+            assert run.batch_at(2 * number + 1) == seen[-1]
+        state = through_json(run.state_dict())
+        del iterator
+    assert seen == whole
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_state_of_persistent_workers_resumed_without_workers_shuffles_each_epoch(own: bool) -> None:
     loader = eager(1, 1, own=own, persistent=True)
