@@ -225,11 +225,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self._context.position.starting(self) as start:
+        with self._context.position.starting(self):
             iterator: Any = super().__iter__()
         self._context.remote_caches.start_epoch(self)  # the workers read already
-        if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
-            iterator.take_up(start.workers)
         return iterator
 
     def _get_iterator(self) -> Any:

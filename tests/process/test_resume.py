@@ -980,6 +980,31 @@ def test_a_resume_that_fails_can_be_tried_again() -> None:
     assert list(resumed) == list(loader())[3:]
 
 
+class Flaky(Plain):
+    """Its store fails once."""
+
+    fails = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if self.fails:
+                self.fails = False
+                raise OSError("the store is away")
+            yield sample
+
+
+def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -> None:
+    run = loader(Flaky())
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(Flaky())
+    resumed.load_state_dict(run.state_dict())
+    resumed.dataset.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="away"):
+        iter(resumed)
+    assert list(resumed) == list(iterator)
+
+
 @pytest.mark.parametrize(
     ("saved", "other", "message"),
     [
@@ -1162,3 +1187,9 @@ def test_iterator_that_a_subclass_wraps_is_returned() -> None:
             return map(str, super()._get_iterator())
 
     assert list(Wrapping(Ids(3), collate_fn=identity)) == ["[0]", "[1]", "[2]"]
+    run = Wrapping(Plain(), 5, collate_fn=identity)
+    iterator = iter(run)
+    next(iterator)
+    resumed = Wrapping(Plain(), 5, collate_fn=identity)
+    resumed.load_state_dict(run.state_dict())
+    assert list(resumed) == list(iterator)
