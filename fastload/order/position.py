@@ -209,7 +209,8 @@ class Position:
             self.streams.delivered(worker_id, state)
         else:
             worker = self.workers[worker_id]
-            worker.batches, worker.fresh, worker.state = worker.batches + 1, False, state
+            worker.batches, worker.fresh = worker.batches + 1, False
+            worker.state = worker.state if state is None else state  # None of a batch that was not begun
         if self.unordered:
             self.batches += 1
             return self.batches - 1

@@ -892,6 +892,26 @@ def test_map_style_with_a_state(workers: int) -> None:
             loader(Remembering(), num_workers=3).load_state_dict(state)
 
 
+class Refusing(Remembering):
+    """Says that it cannot read one of the batches, before any of its samples is made."""
+
+    def prefetch(self, indices: list[int]) -> None:
+        if 12 in indices:
+            raise OSError("sample 12 cannot be read")
+
+
+def test_batch_that_is_not_begun_leaves_the_datasets_state() -> None:
+    run = loader(Refusing(), num_workers=1)
+    iterator = iter(run)
+    next(iterator), next(iterator)
+    with pytest.raises(OSError, match="sample 12"):
+        next(iterator)
+    state, rest = through_json(run.state_dict()), list(iterator)
+    resumed = loader(Refusing(), num_workers=1)
+    resumed.load_state_dict(state)
+    assert list(resumed) == rest
+
+
 class Live(Remembering):
     """Its state is the dict that it goes on changing."""
 
