@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import operator
@@ -26,6 +27,20 @@ def whole_number(argument: str, value: Any, least: int = 1, most: int | None = N
         wanted = f">= {least}" if most is None else f"from {least} to {most:,}"
         raise ArgumentError(f"{argument} must be a whole number {wanted}, found {value!r}")
     return number
+
+
+def whole_seed(seed: Any) -> int:
+    """Return a seed as an int that torch's generators take.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    with contextlib.suppress(ArgumentError):
+        return whole_number("seed", seed, -(1 << 63), (1 << 64) - 1)
+    raise ArgumentError(
+        f"seed must be a whole number from -2**63 to 2**64 - 1, as torch's seeds are, found {seed!r}: take a "
+        "larger one modulo 2**64"
+    )
 
 
 def check_one_of(argument: str, value: Any, choices: Collection[str]) -> None:

@@ -47,7 +47,7 @@ from fastload.datasets.views import (
 )
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
-from fastload.images.rng import digest
+from fastload.images.rng import digest, plain_index
 from fastload.metrics.counters import Counters
 from fastload.order.sampler import indexed_length
 
@@ -408,7 +408,7 @@ def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Conta
     Args:
         left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
     """
-    view, length = view_of(dataset), len(dataset)
+    view, length, index = view_of(dataset), len(dataset), plain_index(index)
     number = passed = 0
     for attempt in itertools.count():
         number = digest(seed, epoch, index, attempt) if passed < _DRAWS else number + 1

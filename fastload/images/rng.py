@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import operator
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -159,6 +160,14 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
+def plain_index(index: Any) -> Any:
+    """Return an index as an int where it is a whole number, so that those of numpy and torch are alike."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return index
+
+
 class SampleSeeds:
     """Runs the code of samples with random numbers that are a function of (seed, epoch, index).
 
@@ -250,7 +259,7 @@ class SampleSeeds:
     def _number(self, index: Any) -> int:
         """Return `digest(seed, epoch, index)`, in half the time."""
         whole = self._beginning.copy()
-        whole.update(f"{index!r})".encode())
+        whole.update(f"{plain_index(index)!r})".encode())
         return int.from_bytes(whole.digest(), "little")
 
     def _step_together(self, number: int) -> None:

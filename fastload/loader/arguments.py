@@ -9,7 +9,7 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from fastload.checks import check_one_of, refuse_class
+from fastload.checks import check_one_of, refuse_class, whole_seed
 from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address, user_level
@@ -38,8 +38,8 @@ def check_arguments(
     refuse_class("batch_transform", batch_transform)
     if not (batch_transform is None or callable(batch_transform)):
         raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
-    if seed is not None and not isinstance(seed, int):
-        raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+    if seed is not None:
+        whole_seed(seed)
     if not isinstance(processes, bool):
         raise ArgumentError(f"processes must be True or False, found {processes!r}")
 

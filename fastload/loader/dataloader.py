@@ -156,7 +156,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         check_log(dataset, sample_log)
         check_threads(dataset, threads)
         check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
-        check_sampler(dataset, sampler, batch_sampler)
+        check_sampler(dataset, sampler, batch_sampler, on_error)
         if num_workers:
             need_linux()
         if sampler is None and batch_sampler is None:
@@ -187,7 +187,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         self.batch_transform = batch_transform
         self.decoder = decoder
         self.on_error = on_error
-        self.seed = seed
+        self.seed = None if seed is None else int(seed)
         self.threads = threads
         self.processes = processes
         self._context = context = LoaderContext()
@@ -226,11 +226,9 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self._context.position.starting(self) as start:
+        with self._context.position.starting(self):
             iterator: Any = super().__iter__()
         self._context.remote_caches.start_epoch(self)  # the workers read already
-        if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
-            iterator.take_up(start.workers)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -256,9 +254,10 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         lost or repeated, except for the padding or truncation at the end of an epoch that ranks share. A
         state is JSON of one to ten kilobytes for any number of samples, with some hundred bytes more for each
         of the last 10,000 epochs, and more with the state of a generator, or of a sampler or dataset of your
-        own. It serves on all ranks; only its digest is that of the rank that saved it. In the middle of an
-        epoch of streams it serves on that rank alone: each rank saves its own, and the number of ranks can
-        change between epochs only.
+        own. It serves on all ranks where a `DistributedSampler` deals the samples, or `seed=` makes their
+        order; only its digest is that of the rank that saved it. An order that each rank draws for itself is
+        in the state of that rank alone, and so is the middle of an epoch of streams: each rank then saves its
+        own, and the number of ranks can change between epochs only.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their

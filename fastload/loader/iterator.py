@@ -338,8 +338,10 @@ class LoaderIterator(TorchIterator):
         )
         if self._engine.concurrent:
             self._fill()
+        else:
+            self._take_up(context.position.start.workers)
 
-    def take_up(self, positions: list[WorkerState] | None) -> None:
+    def _take_up(self, positions: list[WorkerState] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
         self._position.began(state=self._engine.take_up(positions[0] if positions else None))
 

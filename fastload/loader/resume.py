@@ -31,6 +31,7 @@ from fastload.order.sampler import known_length
 from fastload.order.samplers import Origin, Samplers, SamplerState, draw_seed
 from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import VERSION, Coming, Identity, State, WorkerState
+from fastload.trace.digest import find_part
 from fastload.trace.identity import Contents, changes_since, check_identity
 from fastload.trace.recipe import describe
 from fastload.workers.reading import REPLACEMENTS
@@ -194,6 +195,7 @@ class LoaderPosition:
             streams,
             start.origin,
             start.resumed,
+            seeded_late=loader.num_workers == 0,
         )
         self.epoch += 1
         self._position = position
@@ -291,6 +293,7 @@ class LoaderPosition:
         """
         samplers = Samplers.of(loader)
         _check(loader, samplers, state)
+        _check_rank(loader, samplers, state)
         check_identity(loader, self._identify(loader), state)
         samplers.load(state.sampler)
         if samplers.dealer is not None:
@@ -334,8 +337,11 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
     names = ["dataset", "length", "samplers", "seed"]
     workers = saved.workers or []
     if own.dataset == "map-style":
-        if saved.ahead or not samplers.tracks_state:
-            names += ["batch_size", "sampler_length", "num_replicas"] if saved.begun else []
+        if saved.begun and (saved.ahead or not samplers.tracks_state):
+            names += ["batch_size", "sampler_length", "num_replicas"]
+            own.sampler_length = samplers.length_in(saved.sampler.epoch)
+            if isinstance(samplers.index_sampler, BudgetSampler):  # its state has all that makes its length
+                names.remove("sampler_length")
     elif any(worker.state is None and worker.batches for worker in workers):
         names += ["batch_size"]
     # As bytes, since users' states may hold tensors, which have no single answer to `==`.
@@ -365,6 +371,19 @@ def _check(loader: Any, samplers: Samplers, saved: State) -> None:
         raise ArgumentError(
             f"state_dict has generators of {sorted(saved.generators)}, this loader was given those of "
             f"{sorted(own.generators)}: pass `generator` in the same places as in the saved run"
+        )
+
+
+def _check_rank(loader: Any, samplers: Samplers, saved: State) -> None:
+    """Raise ArgumentError for a state of another rank, where each rank draws an order of its own."""
+    rank, _ = find_part(loader)
+    known = saved.begun or saved.digest.steps  # before that no digest has its rank
+    if known and rank != saved.digest.rank and samplers.drawn and samplers.replicas is None:
+        raise ArgumentError(
+            f"state_dict was saved on rank {saved.digest.rank}, this is rank {rank}, and each rank draws an "
+            f"order of its own from its {samplers.names[-1]}, so both would read the same samples: let each "
+            "rank load the state that it saved; with a fastload.DistributedSampler, or with seed= and no "
+            "generator, one state serves all ranks"
         )
 
 

@@ -71,6 +71,7 @@ class BudgetSampler(DistributedSampler):
     rounds down. State, resume with any number of ranks, `samples_at`, `batch_at`, `skip` and `exclude` of the
     loader, and epochs are those of `DistributedSampler`, with batches in place of samples. In the place of an
     excluded sample stands one of the same bucket that is as large, or else the next smaller ones.
+    `on_error` of the loader is "raise" or, without `pack`, "repeat".
 
     The classes of similar sizes are the same in each epoch, and so are the number of batches and, but for
     rounding, the padding. With `pack=True` the number of batches may differ a little from epoch to epoch.
@@ -121,7 +122,8 @@ class BudgetSampler(DistributedSampler):
         self.budget = _checked_budget(budget, pack)
         if not is_real(tolerance) or not 0 <= tolerance <= 1:
             raise ArgumentError(f"tolerance must be from 0 to 1, found {tolerance!r}: 0.1 allows 10 % less")
-        self.tolerance, self.pack, self.together = tolerance, bool(pack), whole_number("together", together)
+        self.tolerance, self.pack = float(tolerance), bool(pack)
+        self.together = whole_number("together", together)
         if pack and together != 1:
             raise ArgumentError("together goes with padded batches, and packed ones are alike: leave it out")
         super().__init__((), num_replicas, rank, shuffle, seed, drop_last)
@@ -213,7 +215,7 @@ class BudgetSampler(DistributedSampler):
     def _batches(self, epoch: int) -> Batches:
         made = self._made.batches
         if epoch not in made:
-            seed = self.seed + epoch if self.shuffle else None
+            seed = self._seed_of(epoch) if self.shuffle else None
             if self._classes is None:
                 batches = packed_batches(self.sizes, self._buckets, int(self.budget), seed)
             else:
@@ -241,8 +243,9 @@ class _Made:
         _Made.__init__(self)
 
 
-def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any) -> None:
-    """Raise `ArgumentError` where a `BudgetSampler` has sizes of another dataset, or is no batch sampler."""
+def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any, on_error: str) -> None:
+    """Raise `ArgumentError` where a `BudgetSampler` has sizes of another dataset, or is no batch sampler, or
+    where its batches would not keep to the budget."""
     if isinstance(sampler, BudgetSampler):
         raise ArgumentError("a BudgetSampler gives batches: pass it as batch_sampler=, without batch_size")
     if not isinstance(batch_sampler, BudgetSampler):
@@ -257,6 +260,12 @@ def check_sampler(dataset: Any, sampler: Any, batch_sampler: Any) -> None:
         raise ArgumentError(
             f"the BudgetSampler has {sizes:,} sizes, and the dataset has {length:,} samples: give it one "
             "size for each sample, of a Subset those of its indices"
+        )
+    kept = ("raise",) if batch_sampler.pack else ("raise", "repeat")
+    if on_error not in kept:
+        raise ArgumentError(
+            f"on_error={on_error!r} may put a larger sample into a batch of the BudgetSampler, which is then "
+            f"above the budget: use {' or '.join(map(repr, kept))}, and leave bad samples out by exclude()"
         )
 
 

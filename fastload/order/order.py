@@ -38,6 +38,7 @@ class EpochOrder:
         dealt: the same for a `DistributedSampler`.
         base_seed: of the samples' randomness, where the loader has no seed of its own; None: not known.
         origin, generators: what it is drawn from; None until its first index is drawn.
+        seeded_late: `generators` were noted before the base seed was drawn, which came after `iter(sampler)`.
         check: of an order that has to be compared: how many batches were drawn, and the sum over them.
         streamed: no sampler says what is read.
         forgotten: the states that it is made from were kilobytes, and were dropped.
@@ -53,6 +54,7 @@ class EpochOrder:
     base_seed: int | None = None
     origin: Origin | None = None
     generators: dict[str, str] | None = None
+    seeded_late: bool = False
     check: tuple[int, int | None] | None = None
     streamed: bool = False
     forgotten: bool = False
@@ -79,15 +81,14 @@ class EpochOrder:
         step: int,
         *,
         made: Iterator[Any] | None = None,
-        seeded_late: bool = False,
     ) -> Iterator[Any]:
         """Return the index batches from a step on: the samplers draw their order once more.
 
         Args:
             samplers: of the loader, or copies (see `copies`).
             made: torch's iterator over the samplers of the loader. One of the user's own may draw in `iter`,
-                and does so not once more than in the run that was saved.
-            seeded_late: that run drew its base seed after `iter(sampler)`.
+                and does so not once more than in the run that was saved. One that counts epochs does so
+                there, and is asked again for the epoch of this order.
 
         Raises:
             ArgumentError: a sampler gives another order than before.
@@ -99,9 +100,10 @@ class EpochOrder:
         index_sampler = samplers.from_origin(self.origin)
         if type(index_sampler) is BatchSampler and index_sampler.batch_size != self.batch_size:
             index_sampler = BatchSampler(index_sampler.sampler, self.batch_size, index_sampler.drop_last)
-        if made is None or not (samplers.user_defined and samplers.stateful is None and not self.generators):
+        users = samplers.user_defined and samplers.stateful is None
+        if made is None or not users or self.generators or self.sampler.epoch is not None:
             made = iter(() if self.sampler.over else index_sampler)
-            if samplers.user_defined and seeded_late:
+            if samplers.user_defined and self.seeded_late:
                 samplers.draw_base_seed()
         with samplers.drawing():
             self._pass_over(samplers, made, step)
@@ -246,5 +248,6 @@ def _compare(samplers: Samplers, check: int | None, saved: int | None) -> None:
         raise ArgumentError(
             f"{samplers.names} gives another order than in the run that was saved: give the sampler a "
             "seed of its own for each epoch, or state_dict() and load_state_dict(), or resume from a state "
-            "that was saved between two epochs"
+            "that was saved between two epochs; where its order is each rank's own, load the state that this "
+            "rank has saved"
         )

@@ -62,6 +62,7 @@ class Position:
         streams: of an epoch that is read as streams, else None.
         origin: what the order is made from, where a state has settled that before its first index is drawn.
         resumed: the state of the middle of this epoch, where that goes on.
+        seeded_late: torch draws the base seed of this iteration after `iter(sampler)`.
 
     Attributes:
         samplers: see above.
@@ -84,6 +85,8 @@ class Position:
         streams: Streams | None = None,
         origin: Origin | None = None,
         resumed: State | None = None,
+        *,
+        seeded_late: bool = False,
     ) -> None:
         self.samplers = samplers
         self.unordered = iterable or streams is not None  # no sampler says what is read
@@ -98,12 +101,15 @@ class Position:
         self.check: int | None = 0
         self.filter: Filter | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
-        made_from: dict[str, Any] = {"generators": samplers.generators() if samplers.user_defined else None}
+        drawing = samplers.generators() if samplers.user_defined else None
+        made_from: dict[str, Any] = {"generators": drawing, "seeded_late": bool(drawing) and seeded_late}
         if resumed is not None:
             self.batches, self.ahead = resumed.batches, list(resumed.ahead)
             self.sampler, self.check = resumed.sampler, resumed.check
             made_from = {name: getattr(resumed, name) for name in ("base_seed", "origin", "generators")}
             made_from["check"] = (self.batches, self.check)
+            of_epoch = [order for order in resumed.history if order.epoch == epoch]
+            made_from["seeded_late"] = any(order.seeded_late for order in of_epoch)
             if resumed.num_workers == len(workers):
                 self.next_worker = resumed.next_worker
         self.drawn = (self.batches, self.check)
@@ -113,8 +119,6 @@ class Position:
         samplers.delivered(self.sampler)
         self._settled = origin
         self._resumed = resumed is not None
-        # Whether the run that was saved drew its base seed after iter(sampler).
-        self._seeded_late = resumed is not None and resumed.num_workers == 0
         self._due: dict[int, GivenOut] = {}  # by ticket
         self._skipped: set[int] = set()  # batches that were drawn, are left out, and wait for the prefix
         self._after: dict[int, _After] = {}  # by batch
@@ -140,7 +144,7 @@ class Position:
         """
         self.order = replace(self.order, base_seed=base_seed)
         if self._resumed:
-            made = self.order.batches(self.samplers, self.batches, made=made, seeded_late=self._seeded_late)
+            made = self.order.batches(self.samplers, self.batches, made=made)
         return made if self.unordered else self._watched(made)
 
     def _watched(self, index_batches: Iterator[Any]) -> Iterator[Any]:
@@ -208,7 +212,8 @@ class Position:
             self.streams.delivered(worker_id, state)
         else:
             worker = self.workers[worker_id]
-            worker.batches, worker.fresh, worker.state = worker.batches + 1, False, state
+            worker.batches, worker.fresh = worker.batches + 1, False
+            worker.state = worker.state if state is None else state  # None of a batch that was not begun
         if self.unordered:
             self.batches += 1
             return self.batches - 1

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 import torch.utils.data
 
-from fastload.checks import check_one_of
+from fastload.checks import check_one_of, whole_seed
 from fastload.distributed import find_launched, find_rank
 from fastload.distributed.launcher import can_agree
 from fastload.errors import ArgumentError
@@ -129,6 +129,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             found_rank, found_replicas = find_rank()
             num_replicas = found_replicas if num_replicas is None else num_replicas
             rank = found_rank if rank is None else rank
+        num_replicas, rank = operator.index(num_replicas), operator.index(rank)
         if num_replicas < 1:
             raise ArgumentError(f"num_replicas must be at least 1, found {num_replicas}")
         if not 0 <= rank < num_replicas:
@@ -137,9 +138,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "pass both rank and num_replicas, or neither"
             )
         indexed_length(dataset)
+        seed = whole_seed(seed)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.mode = mode
-        self.exchange = exchange
+        self.exchange = float(exchange)
         by_node = partition == "node"
         self._place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
         # This rank reads the samples `_column`, `_column + num_replicas`, ... of the order of all ranks.
@@ -210,6 +212,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A loaded position is kept if it is in this epoch."""
+        epoch = operator.index(epoch)  # numpy's numbers would make states that JSON does not know
         if self._start is None or epoch != self.epoch:
             if self._start and self._start < (self._length() or math.inf):
                 warnings.warn(
@@ -371,8 +374,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Return the samples in the order of an epoch; None: by index."""
         length = len(self.dataset)  # type: ignore[arg-type]
         if self.shuffle:
-            return node_order(length, nodes, exchange, self.seed + epoch)
+            return node_order(length, nodes, exchange, self._seed_of(epoch))
         return None if nodes == 1 else node_shares(length, nodes)
+
+    def _seed_of(self, epoch: int) -> int:
+        """Return the seed of the order of an epoch; torch takes none from 2**64 on."""
+        return (self.seed + epoch) % (1 << 64)
 
     def _share(self, start: int) -> int:
         """Return the number of samples of this rank from `start` on."""

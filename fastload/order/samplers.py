@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import operator
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from fastload.formats.sample import dump
 from fastload.metrics.machine import default_device
 from fastload.order.budget_sampler import BudgetSampler
 from fastload.order.mixture_sampler import MixedAt, mixed_at
-from fastload.order.sampler import DistributedSampler
+from fastload.order.sampler import DistributedSampler, known_length
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
 
@@ -94,13 +95,15 @@ class Samplers:
         names: of the samplers' classes.
         stateful: the sampler with `state_dict` and `load_state_dict`, if there is one.
         tracks_state: after each batch its state is that of the position. torch's BatchSampler takes no more
-            from its sampler than it gives out. One of the user's own may, so there the state is used as it
-            was when the epoch began, and the batches are passed over.
+            from its sampler than it gives out. One of the user's own may, and so may a subclass of fastload's
+            samplers whose state is inherited and whose `__iter__` is not. There the state is used as it was
+            when the epoch began, and the batches are passed over.
         dealer: `stateful`, if it is fastload's and deals to ranks.
         user_defined: made by code that is neither torch's nor fastload's, and its state is not tracked.
         checked: not a function of a length, a seed and a position alone, and its state is not tracked:
             whoever resumes it compares what was delivered (see `check_of`).
         seeded: torch's samplers draw it from the loader's `seed`, a new order for each epoch.
+        drawn: they draw it from torch's generator, or from one that they were given.
         replicas, rank: of the sampler that deals to ranks.
     """
 
@@ -121,7 +124,9 @@ class Samplers:
         self.names = [type(part).__qualname__ for part in parts]
         self.stateful = next((part for part in parts if is_stateful(part)), None)
         batches = getattr(type(index_sampler), "__iter__", None) is BatchSampler.__iter__
-        self.tracks_state = self.stateful is not None and (self.stateful is index_sampler or batches)
+        followed = self.stateful is index_sampler or batches
+        inherited = _only_state_is_inherited(self.stateful)
+        self.tracks_state = self.stateful is not None and followed and not inherited
         self.dealer = self.stateful if isinstance(self.stateful, DistributedSampler) else None
         homes = {type(part).__module__ for part in parts}
         self.user_defined = not self.tracks_state and not all(
@@ -129,6 +134,8 @@ class Samplers:
         )
         self.checked = not self.tracks_state and not all(type(part) in _BY_POSITION for part in parts)
         self.seeded = seed is not None and self._drawing_globally() is not None
+        owns_generator = any(isinstance(getattr(part, "generator", None), torch.Generator) for part in parts)
+        self.drawn = owns_generator or (self._drawing_globally() is not None and not self.seeded)
         orders = [getattr(type(part), "__iter__", None) for part in parts]
         # The order is a function of the epoch's number, by code of torch's or fastload's.
         by_epoch = orders[-1] in _BY_EPOCH and orders[:-1] in ([], [BatchSampler.__iter__])
@@ -204,8 +211,22 @@ class Samplers:
 
     @property
     def epoch(self) -> int | None:
-        epoch = getattr(self._with_epoch, "epoch", None)
-        return epoch if isinstance(epoch, int) else None
+        """Return the number of the epoch; None where the samplers have none, or it is no whole number."""
+        epoch: Any = getattr(self._with_epoch, "epoch", None)
+        with contextlib.suppress(TypeError):
+            return operator.index(epoch)  # numpy's numbers too
+        return None
+
+    def length_in(self, epoch: int | None) -> int | None:
+        """Return the length of the index sampler, which may depend on the epoch; None where it has none."""
+        here, sampler = self.epoch, self._with_epoch
+        if epoch is None or here is None or epoch == here or sampler is self.dealer:
+            return known_length(self.index_sampler)
+        sampler.set_epoch(epoch)
+        try:
+            return known_length(self.index_sampler)
+        finally:
+            sampler.set_epoch(here)
 
     def state(self) -> SamplerState:
         """Return where the sampler stands."""
@@ -319,6 +340,14 @@ class Samplers:
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
         return sampler if type(sampler) in kinds and sampler.generator is None else None
+
+
+def _only_state_is_inherited(sampler: Any) -> bool:
+    """Return whether this is a user's subclass with an order of its own, and with fastload's state."""
+    if not isinstance(sampler, DistributedSampler):
+        return False
+    own_order = type(sampler).__iter__ is not DistributedSampler.__iter__
+    return own_order and type(sampler).state_dict.__module__.startswith("fastload.")
 
 
 def _copied(sampler: Any, memo: dict[int, Any]) -> Any:

@@ -18,6 +18,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union
 
+import numpy as np
+
 T = TypeVar("T")
 
 _LARGEST = 1 << 64  # a number in a state, of either sign
@@ -25,6 +27,8 @@ _LARGEST = 1 << 64  # a number in a state, of either sign
 
 def plain(value: Any, *, whole: bool = False) -> Any:
     """Return a dataclass, and all of those in it, as a dict. Nothing in it is shared with `value`.
+
+    Numbers of numpy become Python's, which JSON and torch.load know.
 
     Args:
         whole: its own fields are there even where they have their defaults.
@@ -34,9 +38,11 @@ def plain(value: Any, *, whole: bool = False) -> Any:
         for field in dataclasses.fields(value):
             entry = getattr(value, field.name)
             if whole or _is_required(field) or entry != _default(field):
-                users = hints[field.name] is Any
+                users = hints[field.name] is Any and not isinstance(entry, np.generic)
                 entries[_entry(field)] = copy.deepcopy(entry) if users else plain(entry)
         return entries
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

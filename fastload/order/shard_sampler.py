@@ -95,10 +95,14 @@ class ShardSampler(DistributedSampler):
         """
         if self._start or over:
             where = "at the end of" if over else f"{self._start} samples into"
+            if self._length() is None:
+                why = "the shards are not indexed here"
+                advice = "use the cache directory of that run, or give the dataset index files"
+            else:
+                why = "its records are in no cache here, so that the shards are read as streams"
+                advice = "use the cache of that run, or fill one by `fastload warm` or `fastload cache pull`"
             raise ArgumentError(
-                f"the loaded state is {where} an epoch of an indexed dataset, and the "
-                "shards are not indexed here: use the cache directory of that run, or give the dataset index "
-                "files"
+                f"the loaded state is {where} an epoch of an indexed dataset, and {why}: {advice}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class ShardSampler(DistributedSampler):
         blocks = blocks_of(self.dataset)
         if blocks is None or not self.shuffle:
             return super()._order(epoch, nodes, exchange)
-        return block_order(blocks, nodes, self.seed + epoch)
+        return block_order(blocks, nodes, self._seed_of(epoch))
 
     def _length(self) -> int | None:
         try:

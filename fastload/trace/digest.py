@@ -10,6 +10,7 @@ workers, and the digests of all ranks add up to that of one. The product says in
 from __future__ import annotations
 
 import base64
+import bisect
 import re
 import reprlib
 import struct
@@ -99,14 +100,13 @@ class Digest:
 
     def add(self, epoch: int, step: int, fingerprint: Fingerprint | None) -> None:
         """Note that a step was delivered; without a fingerprint where its error was raised."""
-        if not self.epochs or self.epochs[-1].epoch != epoch:
-            self._begin(epoch)
-        current = self.epochs[-1]
-        while (len(self.trail) + 1) * self.every <= step:
-            self._mark(current.ordered)
+        current = self._sums_of(epoch)
+        if current is self.epochs[-1]:
+            while (len(self.trail) + 1) * self.every <= step:
+                self._mark(current.ordered)
+            self.next_step = max(self.next_step, step + 1)
         self.steps += 1
         current.steps += 1
-        self.next_step = max(self.next_step, step + 1)
         if fingerprint is None:
             return
         factor = sample_seed(_SALT, epoch, step) | 1
@@ -118,13 +118,21 @@ class Digest:
         current.ordered = (current.ordered + placed[0]) & _MASK
         current.unordered = (current.unordered + fingerprint.sums[0]) & _MASK
 
-    def _begin(self, epoch: int) -> None:
+    def _sums_of(self, epoch: int) -> EpochSums:
+        """Return the sums of an epoch, which begins where it has none. Iterations may take turns."""
+        known = next((sums for sums in reversed(self.epochs) if sums.epoch == epoch), None)
+        return self._begin(epoch) if known is None else known
+
+    def _begin(self, epoch: int) -> EpochSums:
         if len(self.epochs) >= _EPOCHS:
             for sums, later in zip(self.epochs[::2], self.epochs[1::2], strict=False):
                 sums.add(later)
             self.epochs = self.epochs[::2]
-        self.epochs.append(EpochSums(epoch))
-        self.every, self.trail, self.next_step = 1, [], 0
+        begun = EpochSums(epoch)
+        bisect.insort(self.epochs, begun, key=lambda sums: sums.epoch)
+        if begun is self.epochs[-1]:
+            self.every, self.trail, self.next_step = 1, [], 0
+        return begun
 
     def _mark(self, partial: int) -> None:
         self.trail.append(partial & _TRAIL_MASK)

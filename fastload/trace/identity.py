@@ -32,6 +32,7 @@ from fastload.order.state import (
     State,
     Unknown,
 )
+from fastload.shards.epoch_streams import STREAMED, StreamOptions
 from fastload.trace.recipe import describe
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
@@ -39,7 +40,8 @@ _DEPTH = 100  # of datasets in datasets
 _ORDER = ("replacement", "shuffle", "seed")  # of a sampler, what its order is made from
 _SAME_KEYS = "resume with the dataset of the saved run; its place may have changed, its keys may not"
 _LIKE = {
-    "indices": "pass the same indices, as by a split with a seed of its own",
+    "indices": "pass the same indices, as by a split with a seed of its own; where each rank has indices of "
+    "its own, load the state that this rank has saved",
     "keys": _SAME_KEYS,
 }
 
@@ -89,6 +91,8 @@ def check_identity(loader: Any, own: Identity, state: State) -> None:
     recipe = describe(loader)
     if state.sampler.state is None:  # which says it too
         _check_order(state.recipe, recipe)
+    if state.streams is not None and loader.sampler.shuffle:
+        _check_blocks(state.recipe, recipe)
     pairs = [
         (f"source {name!r} has" if name else "the dataset has", name, before, own.datasets[name])
         for name, before in saved.datasets.items()
@@ -135,6 +139,25 @@ def _check_order(saved: Recipe | Unknown, own: Recipe | Unknown) -> None:
             f"state_dict was saved with a sampler of {before}, and this loader's has {now}: the order of the "
             "samples would differ; make the sampler with the arguments of the saved run"
         )
+
+
+def _check_blocks(saved: Recipe | Unknown, own: Recipe | Unknown) -> None:
+    """Raise ArgumentError where the blocks in which streams are shuffled would have other records."""
+    made = [recipe.dataset for recipe in (saved, own) if isinstance(recipe, Recipe)]
+    blocks = [_blocks(dataset) for dataset in made if isinstance(dataset, DatasetRecipe)]
+    if len(blocks) == 2 and blocks[0] != blocks[1]:
+        raise ArgumentError(
+            "state_dict was saved in the middle of an epoch that was read as streams, with another "
+            "shuffle_buffer, or other fields of Parquet: records would be lost and repeated; resume with the "
+            "shuffle_buffer and fields of the saved run, or from a state between two epochs"
+        )
+
+
+def _blocks(made: DatasetRecipe) -> tuple[StreamOptions, Any]:
+    """Return what decides which records a block has: its limits, and what the bytes of a record are."""
+    limits = StreamOptions.of(1, made.arguments.get("shuffle_buffer", "64MB"))
+    by_columns = made.class_ == "ParquetDataset" and limits.most_records == STREAMED.most_records
+    return limits, made.arguments.get("fields") if by_columns else None
 
 
 def _check_recipe(saved: Recipe | Unknown, own: Recipe | Unknown, since: str) -> bool:

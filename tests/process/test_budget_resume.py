@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fastload import BudgetSampler, DataLoader, PackTokens, TokenDataset
 from fastload.cli.demo.s3_server import serve_s3
-from tests.loaderdata import through_json
+from tests.loaderdata import Gate, Numbers, identity, through_json
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -113,3 +114,30 @@ def test_other_ranks_and_workers_go_on_with_each_sample_once(
         state = run.loaders[0].state_dict()
     counters = run.loaders[0].stats()["counters"]
     assert counters["cache.hits"] and not counters.get("get.samples"), "the second epoch reads the cache"
+
+
+def test_state_of_packed_batches_out_of_order_fits_an_epoch_of_another_length(tmp_path: Path) -> None:
+    sizes = np.random.default_rng(6).integers(20, 45, 2_100)  # enough for several windows
+
+    def make(epoch: int = 0) -> BudgetSampler:
+        sampler = BudgetSampler(sizes, budget=100, pack=True, num_replicas=1, rank=0, seed=2)
+        sampler.set_epoch(epoch)
+        return sampler
+
+    def run(sampler: BudgetSampler, make_sample: Any, **options: Any) -> Any:
+        return DataLoader(
+            Numbers(len(sizes), make_sample), batch_sampler=sampler, collate_fn=identity, **options
+        )
+
+    epoch = next(epoch for epoch in range(1, 20) if len(make(epoch)) != len(make()))
+    first, gate = next(iter(make(epoch)))[0], Gate(tmp_path / "gate")
+    saved = run(make(epoch), lambda index: gate(index - first) + first, num_workers=2, in_order=False)
+    iterator = iter(saved)
+    seen = list(itertools.islice(iterator, 2))
+    state = through_json(saved.state_dict())
+    (tmp_path / "gate").touch()
+    del iterator
+    assert state["ahead"] and not state["batches"]
+    resumed = run(make(), int)
+    resumed.load_state_dict(state)
+    assert Counter(itertools.chain(*seen, *resumed)) == Counter(range(len(sizes)))

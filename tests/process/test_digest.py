@@ -105,6 +105,22 @@ def test_streamed_and_indexed_records_of_one_order_give_one_digest(tmp_path: Pat
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_iterations_in_turn_add_up_to_those_one_after_the_other(inner_first: bool) -> None:
+    """As where a batch is drawn by `next(iter(loader))` within an epoch. Their states can be loaded."""
+    one, other, resumed = (DataLoader(Numbers(COUNT), BATCH, shuffle=True, seed=4) for _ in range(3))
+    epochs_of(one)
+    first, second = iter(other), iter(other)
+    if inner_first:
+        list(second), list(first)
+    else:
+        list(zip(first, second, strict=True))
+    state = through_json(other.state_dict())
+    assert state["digest"] == one.state_dict()["digest"]
+    resumed.load_state_dict(state)
+    assert resumed.digest() == one.digest()
+
+
 def ranked(dataset: Any, ranks: int, rank: int, **options: Any) -> DataLoader[Any]:
     sampler = DistributedSampler(dataset, ranks, rank, seed=2)
     return DataLoader(dataset, BATCH // ranks, sampler=sampler, seed=4, **options)

@@ -29,7 +29,7 @@ from tests.loaderdata import identity, seed_all, through_json
 from tests.process.test_resume import ORDERS, Ids, Noise, loader, seeded, with_order
 from tests.process.test_samples_at import folder, photos
 from tests.sharddata import dataset as shard_dataset
-from tests.sharddata import parquet, shards, write
+from tests.sharddata import shard, shards, write
 from tests.shortform import short_form
 
 __all__ = ["folder", "photos"]
@@ -415,14 +415,18 @@ def test_samples_of_a_mixture_that_goes_on_with_other_weights_are_those_handed_o
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3])
-def test_state_within_an_indexed_epoch_is_refused_where_nothing_is_indexed(
-    batches: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("parquet", "records are in no cache here.*warm"), ("tar", "not indexed here.*index files")],
+)
+def test_state_within_an_indexed_epoch_is_refused_where_it_would_be_streamed(
+    kind: str, advice: str, batches: int, tmp_path: Path
 ) -> None:
     """After its last batch too, where the sampler stands before the next epoch."""
-    url = write(tmp_path / "parquet", {"a.parquet": parquet({"x": list(range(11))})})
+    url = write(tmp_path / kind, {f"a.{kind}": shard(kind, range(11))[0]})
 
     def made(cache: str) -> Any:
-        data = fastload.ParquetDataset(url, fields="x", cache=str(tmp_path / cache))
+        data = shard_dataset(kind, url, cache=str(tmp_path / cache))
         return fastload.DataLoader(data, 4, shuffle=True, collate_fn=identity)
 
     run = made("full")
@@ -431,5 +435,29 @@ def test_state_within_an_indexed_epoch_is_refused_where_nothing_is_indexed(
     list(itertools.islice(iterator, batches))
     resumed = made("empty")
     resumed.load_state_dict(through_json(run.state_dict()))
-    with pytest.raises(ArgumentError, match="an epoch of an indexed dataset, and the shards are not indexed"):
+    with pytest.raises(ArgumentError, match=f"an epoch of an indexed dataset, and .*{advice}"):
         list(resumed)
+
+
+@pytest.mark.parametrize("change", [{"shuffle_buffer": 80}, {"fields": "label", "shuffle_buffer": "2KB"}])
+def test_block_of_a_stream_is_refused_where_it_would_have_other_records(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = "parquet" if "fields" in change else "tar"
+    url = write(tmp_path / kind, {name: body for name, body in shards(kind).items() if body})
+    options: dict[str, Any] = {"fields": ("label", "name")} if kind == "parquet" else {"decode": {"jpg": len}}
+    options["shuffle_buffer"] = change["shuffle_buffer"] if kind == "parquet" else 40
+
+    def made(**others: Any) -> Any:
+        data = shard_dataset(kind, url, **(options | others))
+        return fastload.DataLoader(data, 10, shuffle=True, collate_fn=identity)
+
+    run = made()
+    iterator = iter(run)
+    list(itertools.islice(iterator, 11))
+    state = through_json(run.state_dict())
+    with pytest.raises(ArgumentError, match="another shuffle_buffer, or other fields of Parquet"):
+        made(**change).load_state_dict(state)
+    resumed = made()
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(iterator)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import pickle
 import random
 from collections import Counter
@@ -168,6 +169,13 @@ class Ahead(BatchSampler):
                 yield pair[5:]
 
 
+class Backwards(DistributedSampler):
+    """Takes all indices of its base at once; the state that it inherits then stands behind all of them."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__())[::-1])
+
+
 class OwnEpoch(Reversed):
     """As torch's DistributedSampler: no state, but an epoch that somebody has to set."""
 
@@ -206,6 +214,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_size": None,
         "collate_fn": int,
     },
+    "subclass that draws ahead": lambda: {"sampler": Backwards(range(N), 1, 0)},
     "custom batches": lambda: {"batch_sampler": Ahead(DistributedSampler(range(N), 1, 0), 5, False)},
 }
 
@@ -504,11 +513,10 @@ def test_ranks_of_torchs_sampler_cannot_change() -> None:
         make(3).load_state_dict(run.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["torch", "fastload"])
-def test_set_epoch(kind: str) -> None:
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler, Backwards])
+def test_set_epoch(kind: Any) -> None:
     def make() -> tuple[Any, fastload.DataLoader[Any]]:
-        cls: Any = torch.utils.data.DistributedSampler if kind == "torch" else DistributedSampler
-        sampler = cls(range(N), 2, 0)
+        sampler = kind(range(N), 2, 0)
         return sampler, loader(sampler=sampler)
 
     sampler, run = make()
@@ -530,7 +538,7 @@ def test_set_epoch(kind: str) -> None:
         assert list(run) == expected[2]
     sampler, run = make()
     run.load_state_dict(state)
-    if kind == "torch":
+    if kind is not DistributedSampler:
         sampler.set_epoch(2)
     else:
         with pytest.warns(UserWarning, match="drops the position"):
@@ -620,6 +628,119 @@ def test_a_sampler_of_ones_own_with_an_epoch() -> None:
     resumed = loader(sampler=OwnEpoch())
     resumed.load_state_dict(through_json(run.state_dict()))
     assert seen + list(resumed) == expected
+
+
+class Dynamic(OwnEpoch):
+    """Batches whose number differs by epoch, as of batch samplers by duration."""
+
+    def __len__(self) -> int:
+        return 5 + self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(N).tensor_split(len(self)))
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_length_that_depends_on_the_epoch_is_compared_in_that_epoch(epoch: int) -> None:
+    run = loader(batch_sampler=Dynamic())
+    run.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(batch_sampler=Dynamic())
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert list(resumed) == list(iterator)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_whole_numbers_of_numpy_are_as_good_as_pythons(shuffle: bool) -> None:
+    """In the state too, which goes through JSON here."""
+
+    def make() -> tuple[Any, fastload.DataLoader[Any]]:
+        sampler: Any = DistributedSampler(range(N), np.int64(2), np.int64(1), shuffle, seed=np.int64(5))  # type: ignore[arg-type]
+        sampler.set_epoch(np.int64(3))
+        return sampler, loader(sampler=sampler)
+
+    _, run = make()
+    iterator = iter(run)
+    next(iterator)
+    state, rest = through_json(run.state_dict()), list(iterator)
+    sampler, resumed = make()
+    resumed.load_state_dict(state)
+    sampler.set_epoch(np.int64(3))
+    assert list(resumed) == rest and resumed.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63), (1 << 64) - 1])
+@pytest.mark.parametrize("sampler", [False, True])
+def test_largest_seeds_of_torch_are_taken(sampler: bool, seed: int) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        order = {"sampler": DistributedSampler(range(N), 1, 0, seed=seed)} if sampler else {"shuffle": True}
+        return loader(seed=seed, **order)
+
+    run = make()
+    list(run)
+    iterator = iter(run)
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert list(resumed) == list(iterator)
+
+
+# --- a state of another rank
+
+
+class OfTheRank(Reversed):
+    """Deals by rank, and has no state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N)[int(os.environ["RANK"]) :: 2])
+
+
+DRAWN = ["shuffle", "generator", "replacement", "weighted", "subset"]
+FOR_ALL_RANKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "seed": lambda: {"shuffle": True, "seed": 1},
+    "list of batches": ORDERS["list of batches"],
+    "custom": ORDERS["custom"],
+}
+
+
+def state_of_rank_0(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a run saves within an epoch; from then on this process is rank 1."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    run = loader(**options)
+    next(iter(run))
+    monkeypatch.setenv("RANK", "1")
+    return through_json(run.state_dict())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_order_that_a_rank_drew_is_refused_on_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of_rank_0(ORDERS[name](), monkeypatch)
+    resumed = loader(**ORDERS[name]())
+    with pytest.raises(ArgumentError, match=r"saved on rank 0, this is rank 1.*each rank load the state"):
+        resumed.load_state_dict(state)
+    monkeypatch.setenv("RANK", "0")
+    resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", FOR_ALL_RANKS)
+def test_order_that_all_ranks_have_alike_is_resumed_on_each(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of_rank_0(FOR_ALL_RANKS[name](), monkeypatch)
+    resumed = loader(**FOR_ALL_RANKS[name]())
+    resumed.load_state_dict(state)
+    assert list(resumed) == list(loader(**FOR_ALL_RANKS[name]()))[1:]
+
+
+def test_sampler_that_deals_by_rank_is_told_whose_state_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of_rank_0({"sampler": OfTheRank()}, monkeypatch)
+    resumed = loader(sampler=OfTheRank())
+    resumed.load_state_dict(state)
+    with pytest.raises(ArgumentError, match="each rank's own, load the state that this rank has saved"):
+        iter(resumed)
 
 
 # --- datasets with a state of their own
@@ -771,6 +892,26 @@ def test_map_style_with_a_state(workers: int) -> None:
             loader(Remembering(), num_workers=3).load_state_dict(state)
 
 
+class Refusing(Remembering):
+    """Says that it cannot read one of the batches, before any of its samples is made."""
+
+    def prefetch(self, indices: list[int]) -> None:
+        if 12 in indices:
+            raise OSError("sample 12 cannot be read")
+
+
+def test_batch_that_is_not_begun_leaves_the_datasets_state() -> None:
+    run = loader(Refusing(), num_workers=1)
+    iterator = iter(run)
+    next(iterator), next(iterator)
+    with pytest.raises(OSError, match="sample 12"):
+        next(iterator)
+    state, rest = through_json(run.state_dict()), list(iterator)
+    resumed = loader(Refusing(), num_workers=1)
+    resumed.load_state_dict(state)
+    assert list(resumed) == rest
+
+
 class Live(Remembering):
     """Its state is the dict that it goes on changing."""
 
@@ -857,6 +998,31 @@ def test_a_resume_that_fails_can_be_tried_again() -> None:
         iter(resumed)
     resumed.prefetch_factor = 2
     assert list(resumed) == list(loader())[3:]
+
+
+class Flaky(Plain):
+    """Its store fails once."""
+
+    fails = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if self.fails:
+                self.fails = False
+                raise OSError("the store is away")
+            yield sample
+
+
+def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -> None:
+    run = loader(Flaky())
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(Flaky())
+    resumed.load_state_dict(run.state_dict())
+    resumed.dataset.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="away"):
+        iter(resumed)
+    assert list(resumed) == list(iterator)
 
 
 @pytest.mark.parametrize(
@@ -964,6 +1130,67 @@ def test_eager_sampler_with_its_own_generator_resumes_in_the_same_order(num_work
     assert [list(resumed), list(resumed)] == rest
 
 
+class CountsItself(Eager):
+    """Has another order in each epoch, which it counts as soon as iter() is called."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.generator = None
+        drawn = torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch))
+        self.epoch += 1
+        return iter(drawn.view(-1, 3).tolist())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_eager_sampler_that_counts_epochs_goes_on_counting(num_workers: int) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(Ids(12), batch_sampler=CountsItself(None), num_workers=num_workers)
+
+    run = make()
+    list(run)
+    batches = iter(run)
+    next(batches)
+    state = through_json(run.state_dict())
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [list(resumed), list(resumed)] == [list(batches), list(run)]
+
+
+class Drawing(Reversed):
+    """Draws with every index from a generator, which may be the loader's too."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(N):
+            yield int(torch.randint(N, (), generator=self.generator))
+
+
+@pytest.mark.parametrize("workers", [(0, 2, 2), (2, 0, 0), (0, 0, 2)], ids=str)
+def test_lazy_sampler_of_the_loaders_generator_is_resumed_twice(workers: tuple[int, int, int]) -> None:
+    def make(num_workers: int) -> fastload.DataLoader[Any]:
+        generator = seeded()
+        return loader(sampler=Drawing(generator), generator=generator, num_workers=num_workers)
+
+    whole, seen, state = list(make(workers[0])), [], None
+    for number, num_workers in enumerate(workers):
+        run = make(num_workers)
+        if state is not None:
+            run.load_state_dict(state)
+        iterator = iter(run)
+        seen += list(itertools.islice(iterator, 2 if number < 2 else None))
+        if number < 2:
+            assert run.batch_at(2 * number + 1) == seen[-1]
+        state = through_json(run.state_dict())
+        del iterator
+    assert seen == whole
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_state_of_persistent_workers_resumed_without_workers_shuffles_each_epoch(own: bool) -> None:
     loader = eager(1, 1, own=own, persistent=True)
@@ -980,3 +1207,9 @@ def test_iterator_that_a_subclass_wraps_is_returned() -> None:
             return map(str, super()._get_iterator())
 
     assert list(Wrapping(Ids(3), collate_fn=identity)) == ["[0]", "[1]", "[2]"]
+    run = Wrapping(Plain(), 5, collate_fn=identity)
+    iterator = iter(run)
+    next(iterator)
+    resumed = Wrapping(Plain(), 5, collate_fn=identity)
+    resumed.load_state_dict(run.state_dict())
+    assert list(resumed) == list(iterator)

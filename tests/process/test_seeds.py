@@ -84,6 +84,14 @@ def test_samples_are_made_once_but_the_first_late_one_that_draws(where: range, a
     assert sorted(set(dataset.calls)) == list(range(LENGTH))
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_index_draws_the_same_in_a_list_an_array_or_a_tensor(kind: Any) -> None:
+    batches = ([3, 5], kind([3, 5]))
+    loaders = [DataLoader(Drawing(ALL), batch_sampler=[batch], seed=1) for batch in batches]
+    rows = [torch.stack([torch.as_tensor(part) for part in batch[1]]) for run in loaders for batch in run]
+    assert torch.equal(*rows)
+
+
 class Failing(Drawing):
     """Samples fail by chance, late ones only."""
 

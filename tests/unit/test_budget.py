@@ -339,6 +339,21 @@ def test_loader_refuses_sizes_of_another_dataset() -> None:
         DataLoader(range(N), sampler=sampler)
 
 
+@pytest.mark.parametrize(
+    ("pack", "on_error", "kept"),
+    [(False, "replace", "'raise' or 'repeat'"), (True, "replace", "'raise'"), (True, "repeat", "'raise'")],
+)
+def test_loader_refuses_an_on_error_that_may_break_the_budget(pack: bool, on_error: str, kept: str) -> None:
+    with pytest.raises(ArgumentError, match=f"on_error='{on_error}' may put a larger sample.*use {kept},"):
+        loader(pack=pack, on_error=on_error)
+    assert list(loader(pack=pack, on_error="raise" if pack else "repeat"))
+
+
+def test_state_has_no_number_of_numpy() -> None:
+    sampler = BudgetSampler(SIZES, budget=np.int64(200), tolerance=np.float32(0.5), num_replicas=1, rank=0)
+    assert through_json(sampler.state_dict()) == sampler.state_dict()
+
+
 # --- in a loader
 
 

@@ -107,6 +107,16 @@ MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
         ArgumentError,
         "found 'run.pt': read it by torch.load first",
     ),
+    "a hash as a seed": (
+        lambda root: DataLoader(range(4), seed=1 << 64),  # type: ignore[arg-type]
+        ArgumentError,
+        "from -2**63 to 2**64 - 1, as torch's seeds are, found 18446744073709551616: take a larger one",
+    ),
+    "a seed of a sampler that is none": (
+        lambda root: fastload.DistributedSampler(range(4), 1, 0, seed=True),
+        ArgumentError,
+        "seed must be a whole number",
+    ),
     "a step past the end": (
         lambda root: DataLoader(range(20), 8, seed=1).samples_at(99),  # type: ignore[arg-type]
         ArgumentError,
