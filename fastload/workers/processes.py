@@ -25,7 +25,7 @@ from fastload.errors import WorkerError
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
-from fastload.workers.slots import Pin, SlotMap, forking_a_worker
+from fastload.workers.slots import Pin, SlotMap
 from fastload.workers.worker import worker_main
 from fastload.workers.workers import Arrival, Workers
 
@@ -125,7 +125,7 @@ class WorkerProcesses(Workers):
         process = self._context.Process(target=worker_main, args=arguments)
         process.daemon = True
         try:
-            with self._interrupts_held(), forking_a_worker():
+            with self._interrupts_held():
                 process.start()
         except BaseException as error:
             ours.close()

@@ -737,15 +737,21 @@ def test_batch_that_a_forked_child_sees_does_not_change() -> None:
     os.close(answered)
 
 
-def test_fork_of_a_worker_gives_no_slot_up() -> None:
-    iterator = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1))
-    batch = next(iterator)
-    slots = _slots_of(iterator)
-    assert len(list(DataLoader(Numbers(4), num_workers=2))) == 4
-    del batch
-    for first in range(1, 31):
-        assert next(iterator)[:, 0].tolist() == [2 * first, 2 * first + 1]
-    assert slots <= _slots_of(iterator)
+def test_batches_of_another_loader_that_a_workers_dataset_holds_do_not_change() -> None:
+    """As in torch: the worker has those that its dataset held at the fork, whatever the trainer lets go."""
+    first = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1, multiprocessing_context="fork"))
+    held = [next(first) for _ in range(6)]
+    wanted = [batch.clone() for batch in held]
+    holder = Numbers(6, held.__getitem__)
+    second = iter(
+        DataLoader(holder, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
+    )
+    got = [next(second)]
+    held.clear()
+    for number in range(6, 32):
+        assert next(first)[:, 0].tolist() == [2 * number, 2 * number + 1]
+    got += second
+    assert all(map(torch.equal, got, wanted))
 
 
 def test_a_loader_in_a_thread() -> None:
