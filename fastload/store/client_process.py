@@ -274,7 +274,8 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _fork(target: Any, control: socket.socket) -> None:
-    """Fork a child that forks the client process and ends: then no process has to wait for that one."""
+    """Fork the client process: a child, so that whatever runs as init need not wait for it."""
+    _wait_for_ended()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads. This child takes no lock of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -286,12 +287,25 @@ def _fork(target: Any, control: socket.socket) -> None:
             raise failed from error
     if pid == 0:
         try:
-            if os.fork() == 0:
-                _main(target, control)
+            _main(target, control)
         finally:
             os._exit(0)
-    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
-        os.waitpid(pid, 0)
+    _started.append(pid)
+
+
+def started() -> set[int]:
+    """Return the client processes of this process: those that live, and those not waited for yet."""
+    return set(_started)
+
+
+def _wait_for_ended() -> None:
+    """Let the kernel forget the client processes that have ended."""
+    for _ in range(len(_started)):
+        # Another thread was faster; or SIGCHLD is ignored.
+        with contextlib.suppress(IndexError, ChildProcessError):
+            pid = _started.popleft()
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                _started.append(pid)
 
 
 def _main(target: Any, control: socket.socket) -> NoReturn:
@@ -445,9 +459,11 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _forget_all() -> None:
+    _started.clear()
     for process in list(_all):
         process.forget()
 
 
 _all: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
+_started: deque[int] = deque()  # process ids, see `started`
 call_in_forks(_forget_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from tests.patience import PATIENCE, runs, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+PR_SET_CHILD_SUBREAPER = 36
 PHOTOS = {f"{name}/{number}.jpg": pillow_jpeg(scene(40, 30, number)) for name in "ab" for number in range(8)}
 
 
@@ -221,6 +223,25 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
     for _ in range(3):
         pid = process.call(target, "pid")
         wait_until(lambda pid=pid: gone(pid), "the client has ended")
+
+
+def test_client_that_ended_is_waited_for_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a container whose init waits for no orphans fills with zombies."""
+    monkeypatch.setattr(client_process, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+    become_subreaper = ctypes.CDLL(None).prctl
+    assert become_subreaper(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        process, target = ClientProcess(), Target()
+        pids = []
+        for _ in range(3):
+            pids.append(process.call(target, "pid"))
+            wait_until(lambda: gone(pids[-1]), "the client has ended")
+        assert process.call(target, "echo", 1) == 1
+        # Threads of the last one may have been ending when it was waited for.
+        assert not {child.pid for child in psutil.Process().children()} & set(pids[:-1])
+    finally:
+        assert become_subreaper(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
 
 
 @pytest.mark.parametrize(
