@@ -314,8 +314,7 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
         gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
         use_one_arena()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _leave_signals_to_parent()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"fastload-client")
         _let_go_of_files(control.fileno())
         control.sendall(b"+")
@@ -331,6 +330,16 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
                     threading.Thread(target=work.serve, args=(connection,), daemon=True).start()
     finally:
         os._exit(0)
+
+
+def _leave_signals_to_parent() -> None:
+    """Run no handler of the parent's: Ctrl-C and a scheduler's signals reach all processes of a job."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _let_go_of_files(keep: int) -> None:

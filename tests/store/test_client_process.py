@@ -285,6 +285,19 @@ def test_client_survives_ctrl_c_in_the_terminal() -> None:
     assert process.call(target, "pid") == pid
 
 
+def test_client_runs_no_signal_handler_of_the_trainer(tmp_path: Path) -> None:
+    """A scheduler signals all processes of a job: two that write the same checkpoint would spoil it."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / str(os.getpid())).touch())
+    try:
+        process, target = ClientProcess(), Target()
+        pid = process.call(target, "pid")
+        os.kill(pid, signal.SIGUSR1)
+        assert process.call(target, "wait_for", "/") == "came" and process.call(target, "pid") == pid
+        assert not list(tmp_path.iterdir())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
     process, target = ClientProcess(), Target()
