@@ -49,7 +49,7 @@ _PING = pickle.dumps(("", []))
 _PR_SET_NAME = 15
 
 # A message is a code, a length, and that many bytes.
-_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # codes
+_BYTES, _RESULT, _ITEM, _ERROR, _REFUSED = range(5)  # codes; the last one ends a connection
 _HEADER = struct.Struct("<BQ")  # code and length
 _MOST_FILES = 4  # sent with a request
 
@@ -142,6 +142,8 @@ class ClientProcess:
                         is_last = True
                         yield answer
                         heard = time.monotonic()
+                    if answer[0] == _REFUSED:
+                        raise answer[1]
                 break
             except (EOFError, ConnectionError):
                 running.close()
@@ -186,9 +188,10 @@ class _Running:
         Raises:
             StoreTimeoutError: it does not answer.
         """
-        with self.connection() as connection:
+        with contextlib.suppress(ConnectionRefusedError), self.connection() as connection:
             _send(connection, _RESULT, _PING)
-            _receive(connection, self._give_up)
+            if _receive(connection, self._give_up)[0] == _REFUSED:
+                raise ConnectionRefusedError  # it lives
 
     def _give_up(self) -> None:
         self.close()
@@ -326,8 +329,7 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
                 if not message:
                     break
                 for descriptor in descriptors:
-                    connection = socket.socket(fileno=descriptor)
-                    threading.Thread(target=work.serve, args=(connection,), daemon=True).start()
+                    work.begin(socket.socket(fileno=descriptor))
     finally:
         os._exit(0)
 
@@ -368,6 +370,22 @@ class _Work:
     def idle(self) -> bool:
         """Return whether there was no request for a while."""
         return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
+
+    def begin(self, connection: socket.socket) -> None:
+        """Have a thread serve a connection; where none can be started, its first request is refused."""
+        try:
+            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+        except RuntimeError as error:
+            refused = StoreError(
+                f"the client process of the store cannot serve another request: {error}; raise the limit of "
+                "processes (ulimit -u, or pids of the container)"
+            )
+            refused.retry = "later"  # other requests end meanwhile, and leave their threads
+            with connection, contextlib.suppress(EOFError, ConnectionError):
+                files, _ = _receive_request(connection)
+                for file in files:
+                    os.close(file)
+                _send(connection, _REFUSED, pickle.dumps(refused))
 
     def serve(self, connection: socket.socket) -> None:
         """Answer the requests of one connection until it is closed."""

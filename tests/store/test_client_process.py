@@ -53,7 +53,8 @@ class Target:
             os.kill(os.getpid(), signal.SIGKILL)
         return "alive"
 
-    def wait_for(self, path: str) -> str:
+    def wait_for(self, path: str, here: str = os.devnull) -> str:
+        Path(here).touch()
         while not Path(path).exists():
             time.sleep(0.005)
         return "came"
@@ -322,6 +323,35 @@ def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
     with pytest.raises(StoreError, match=r"can be started: .*temporarily unavailable") as caught:
         ClientProcess().call(Target(), "pid")
     assert caught.value.retry == "later"
+
+
+def test_client_that_gets_no_more_threads_refuses_and_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, served = threading.Thread.start, []
+
+    def start_two(thread: threading.Thread) -> None:
+        if getattr(thread._target, "__name__", "") == "serve":  # type: ignore[attr-defined]
+            served.append(thread)  # in the client
+            if len(served) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.2)  # then it is asked whether it lives
+    process, target = ClientProcess(), Target()
+    with ThreadPoolExecutor(2) as pool:
+        pid = process.call(target, "pid")
+        flag, begun = tmp_path / "flag", [tmp_path / "1", tmp_path / "2"]
+        waiting = [pool.submit(process.call, target, "wait_for", str(flag), str(path)) for path in begun]
+        wait_until(lambda: all(path.exists() for path in begun), "both threads are busy")
+        with pytest.raises(StoreError, match="can't start new thread; raise the limit") as caught:
+            process.call(target, "echo", b"x" * 10_000_000)
+        assert caught.value.retry == "later"
+        time.sleep(0.5)
+        flag.touch()
+        assert [request.result(PATIENCE) for request in waiting] == ["came", "came"]
+    assert process.call(target, "pid") == pid
 
 
 # --- What its parent may do ---------------------------------------------------------------------------------
