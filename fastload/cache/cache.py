@@ -401,6 +401,12 @@ class Cache:
         writing failed."""
         return self._access.get().flush(timeout)
 
+    def _flush_epoch(self, timeout: float) -> None:
+        """Wait as `flush` does, but not for an index that is being rebuilt: that may take minutes."""
+        access = self._access.get()
+        if not access.is_rebuilding:
+            access.flush(timeout)
+
     def close(self) -> None:
         """Write what is queued, sync the index, close the directory. The next call opens it again."""
         self._access.get().close()

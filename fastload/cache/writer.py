@@ -92,6 +92,11 @@ class Writer:
         """Bytes on disk of the records that are not yet written."""
         return self._queue.nbytes
 
+    @property
+    def has_first_job(self) -> bool:
+        """Whether the first job is not done yet: nothing is written before."""
+        return self._first_job is not None
+
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, failed or closed."""
         if self.full is not None:
@@ -125,11 +130,11 @@ class Writer:
     def close(self, timeout: float) -> bool:
         """Write out what is queued and end the thread. False if it did not end in time.
 
-        A first job that is not done by then is told to stop in time to end.
+        A first job that is not done is told to stop.
         """
         deadline = time.monotonic() + timeout
-        self.flush(0.8 * timeout)
         self._stopping.set()
+        self.flush(0.8 * timeout)
         self._queue.close()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -151,6 +156,7 @@ class Writer:
         try:
             if self._first_job is not None:
                 self._first_job(self._stopping)
+                self._first_job = None
                 self._queue.finish([], 1)
             while (batch := self._queue.take()) is not None:
                 try:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,7 +21,9 @@ import pytest
 
 from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
 from fastload.cache import Cache
+from fastload.cache.directory import Directory
 from fastload.cache.index import Index
+from fastload.cache.writer import Writer
 from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.reads import Source
@@ -307,6 +310,40 @@ def test_a_directory_that_was_left_with_an_error_is_opened_again(
         cache.write(cache.key("b"), b"payload")
         assert cache.flush() and cache.read(cache.key("b")) == b"payload"
         cache.close()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> tuple[str, Path]:
+    """A folder of 8 objects, and a cache that has them."""
+    folder = write(tmp_path / "data", {str(i): bytes([i]) * 100 for i in range(8)})
+    dataset = ObjectDataset(folder, cache=Cache(tmp_path / "cache", "raw"))
+    assert len([dataset[i] for i in range(8)]) == 8
+    dataset.close()
+    return folder, tmp_path / "cache"
+
+
+def test_no_batch_and_no_dataset_waits_for_an_index_that_is_rebuilt(
+    filled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a power cut: the first process that opens the cache goes through all of its segments."""
+    folder, cache = filled
+    shutil.rmtree(cache / "v1" / "index")
+    monkeypatch.setattr(Directory, "_reindex", lambda self, stopping: stopping.wait(PATIENCE))
+    start = time.monotonic()
+    datasets = [ObjectDataset(folder, cache=Cache(cache)) for _ in range(4)]
+    loader = DataLoader(datasets[0], 4, num_workers=1, collate_fn=len, multiprocessing_context="fork")
+    assert list(loader) == [4, 4]
+    assert time.monotonic() - start < 30, "each of them would wait for 8 s, and the last batch for 60 s"
+
+
+def test_consumer_with_a_timeout_gets_the_last_batch_before_a_slow_disk_has_it(
+    filled: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr(Writer, "_store", lambda self, items, drops: time.sleep(PATIENCE))
+    dataset = ObjectDataset(filled[0], cache=Cache(tmp_path / "slow", "raw"))
+    loader = DataLoader(dataset, 4, num_workers=1, collate_fn=len, timeout=8, multiprocessing_context="fork")
+    assert list(loader) == [4, 4]
 
 
 # --- forks -----------------------------------------------------------------------------------------------
