@@ -301,7 +301,9 @@ class WriteQueue:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.nbytes = 0
-        self._changed = threading.Condition()
+        # `with` takes the lock itself: Ctrl-C in the Python code of a condition would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._items: deque[Item] = deque()
         self._drops: list[tuple[bytes, Entry]] = []
         self._keys: set[bytes] = set()
@@ -318,7 +320,7 @@ class WriteQueue:
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, or ended."""
         size = record_size(item.length)
-        with self._changed:
+        with self._lock:
             if wait > 0:
                 self._changed.wait_for(lambda: self._has_room(size) or self.has_ended, wait)
             if self.has_ended:
@@ -344,7 +346,7 @@ class WriteQueue:
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
-        with self._changed:
+        with self._lock:
             if not self.has_ended:
                 self._drops.append((key, entry))
                 self._submitted += 1
@@ -352,12 +354,12 @@ class WriteQueue:
 
     def add_job(self) -> None:
         """Count a job that is not in the queue: `flush` waits for its `finish` too."""
-        with self._changed:
+        with self._lock:
             self._submitted += 1
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
-        with self._changed:
+        with self._lock:
             target = self._submitted
             self._flushers += 1
             self._changed.notify_all()
@@ -368,13 +370,13 @@ class WriteQueue:
 
     def close(self) -> None:
         """Take nothing more. The writer still gets all that is queued."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def take(self) -> Batch | None:
         """Return the next batch, once there is one; None once the queue is closed and empty."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
             self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
             items: list[Item] = []
@@ -387,7 +389,7 @@ class WriteQueue:
 
     def finish(self, items: Sequence[Item], count: int) -> None:
         """Count these records, and `count` queued things in all, as done."""
-        with self._changed:
+        with self._lock:
             self.nbytes -= sum(record_size(item.length) for item in items)
             self._keys.difference_update(item.key for item in items)
             self._finished += count
@@ -395,7 +397,7 @@ class WriteQueue:
 
     def fail(self, error: BaseException, taken: Sequence[Item], lose: Callable[[list[Item]], None]) -> None:
         """End with an error. `lose` gets all records that are not written, before any `flush` returns."""
-        with self._changed:
+        with self._lock:
             self.error = error
             lose([*taken, *self._items])
             self._items.clear()

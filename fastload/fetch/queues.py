@@ -356,7 +356,7 @@ class DeferredReads:
             self._look()
 
     def _wait(self) -> bool:
-        with self._changed:
+        with self._lock:
             woken = self._thread.wait(self._changed, lambda: self._requests or self._closing.is_set())
             return woken and not self._closing.is_set()
 

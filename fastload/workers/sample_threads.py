@@ -221,8 +221,7 @@ class SampleThreads:
         self._seeds = seeds
         self._turn = None if seeds is None else Turn()
         self._shares = shares
-        # Reentrant: an iterator that is collected closes this, in any thread. `with` takes the lock itself,
-        # not a condition, whose `__exit__` is Python code: Ctrl-C there would leave it locked.
+        # Reentrant: an iterator that is collected closes this, in any thread. `with`: see `ThreadTeam`.
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._finished = threading.Condition(self._lock)

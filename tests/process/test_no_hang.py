@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,47 @@ def test_a_pool_closed_by_a_thread_that_begins_to_pause(monkeypatch: pytest.Monk
         pool.submit(work).result(PATIENCE)
 
 
+def interrupt_in_conditions(owner: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ctrl-C come at the first instruction of the Python code that leaves a condition of `owner`."""
+    leave, thread = threading.Condition.__exit__, threading.get_ident()
+
+    def interrupted(self: threading.Condition, *error: Any) -> None:
+        if threading.get_ident() == thread and any(self is value for value in vars(owner).values()):
+            raise KeyboardInterrupt
+        leave(self, *error)
+
+    monkeypatch.setattr(threading.Condition, "__exit__", interrupted)
+
+
+def test_ctrl_c_leaves_the_prefetcher_unlocked(
+    prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_in_conditions(prefetcher, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        prefetcher.request([1])
+    monkeypatch.undo()
+
+    def read() -> Any:
+        prefetcher.request([2])
+        return prefetcher.get(2)
+
+    thread, found = result_of(read)
+    thread.join(PATIENCE)
+    assert found == [bytes([2]) * 8]
+
+
+def test_ctrl_c_leaves_a_pool_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ReadPool(2, Counters())
+    interrupt_in_conditions(pool, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        pool.submit(lambda: 1)
+    monkeypatch.undo()
+    thread, found = result_of(lambda: pool.wait(pool.submit(lambda: 2)))
+    thread.join(PATIENCE)
+    assert found == [2]
+    pool.close()
+
+
 # --- the cache -------------------------------------------------------------------------------------------
 
 
@@ -310,6 +352,20 @@ def test_a_directory_that_was_left_with_an_error_is_opened_again(
         cache.write(cache.key("b"), b"payload")
         assert cache.flush() and cache.read(cache.key("b")) == b"payload"
         cache.close()
+
+
+def test_ctrl_c_leaves_the_writer_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache")
+    writer = cache._open_or_raise().writer
+    assert writer is not None
+    interrupt_in_conditions(writer._queue, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        cache.write(cache.key("a"), b"payload")
+    monkeypatch.undo()
+    thread, found = result_of(lambda: cache.write(cache.key("b"), b"payload") and cache.flush())
+    thread.join(PATIENCE)
+    assert found == [True]
+    cache.close()
 
 
 @pytest.fixture
