@@ -111,10 +111,10 @@ class Writer:
 
     def _start(self) -> None:
         """Start the thread before anything is queued: `close` then finds who has to write it."""
-        if self._thread is not None or self._queue.has_ended:
+        if self._runs() or self._queue.has_ended:
             return
         with self._starting:
-            if self._thread is None:
+            if not self._runs():
                 thread = threading.Thread(target=self._run, name="fastload-cache-writer", daemon=True)
                 try:
                     thread.start()
@@ -123,12 +123,15 @@ class Writer:
                 else:
                     self._thread = thread
 
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Write out what is queued and end the thread. False if it did not end in time.
+        """Write out what is queued and end the thread. False if it did not end in time: it goes on then.
 
         A first job that is not done is told to stop.
         """
@@ -138,7 +141,9 @@ class Writer:
         self._queue.close()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-            return not self._thread.is_alive()
+        if self._runs():
+            self._queue.reopen()
+            return False
         return True
 
     def is_current_thread(self) -> bool:
@@ -173,8 +178,7 @@ class Writer:
         except BaseException as error:  # reported by the cache at its next call
             self._fail(error, batch.items if batch is not None else [])
         finally:
-            if self._segment is not None:
-                self._segment.close()
+            self._leave_segment()
 
     def _unlock(self, items: list[Item]) -> None:
         for item in items:
@@ -373,6 +377,11 @@ class WriteQueue:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """Take records again, after `close`, for a writer that has not ended."""
+        with self._lock:
+            self._closed = False
 
     def take(self) -> Batch | None:
         """Return the next batch, once there is one; None once the queue is closed and empty."""

@@ -402,6 +402,28 @@ def test_consumer_with_a_timeout_gets_the_last_batch_before_a_slow_disk_has_it(
     assert list(loader) == [4, 4]
 
 
+def test_cache_that_was_closed_while_its_disk_was_slow_takes_records_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.cache.directory.CLOSE_DEADLINE", 0.1)
+    store, gate = Writer._store, threading.Event()
+
+    def slow(writer: Writer, items: Any, drops: Any) -> None:
+        assert gate.wait(PATIENCE)
+        store(writer, items, drops)
+
+    monkeypatch.setattr(Writer, "_store", slow)
+    cache = Cache(tmp_path / "cache")
+    before, after = cache.key("before"), cache.key("after")
+    assert cache.write(before, b"1")
+    cache.close()
+    assert cache.write(after, b"2")
+    gate.set()
+    assert cache.flush() and (cache.read(before), cache.read(after)) == (b"1", b"2")
+    monkeypatch.undo()
+    cache.close()
+
+
 # --- forks -----------------------------------------------------------------------------------------------
 
 
