@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch.multiprocessing
 
-from fastload.errors import WorkerError
+from fastload.errors import WorkerError, warn
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
@@ -110,7 +110,14 @@ class WorkerProcesses(Workers):
             self._share_threads(workers)
             return
         while len(self._workers) < workers:
-            worker = self._start(len(self._workers))
+            try:
+                worker = self._start(len(self._workers))
+            except OSError as error:
+                warn(
+                    f"num_workers='auto' stays at {len(self._workers)}: another worker cannot be started "
+                    f"({error}); raise the limit of processes or of memory"
+                )
+                return
             self._workers.append(worker)
             if self._epoch is not None:
                 self._send(worker, self._epoch)
