@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import default_collate
 
 from fastload import ByEpoch, DataLoader, ObjectDataset
 from fastload.errors import WorkerError
+from fastload.store.node import SharedFile
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -683,6 +685,21 @@ def test_modules_that_the_user_preloads_are_preloaded_beside_ours(
 ) -> None:
     _, out, err = scripts.run(_PRELOADING, *chosen, path=tmp_path / "train.py")
     assert out.splitlines() == [found, found], err
+
+
+def test_dataset_of_more_files_than_a_message_to_the_fork_server_holds() -> None:
+    """As of a `ConcatDataset` of 130 prefixes of a bucket: each has its listing and what it may ask for."""
+
+    def file_of(number: int) -> SharedFile:
+        return SharedFile.written("file", lambda descriptor: os.write(descriptor, b"%d" % number))
+
+    files = [file_of(number) for number in range(260)]
+    numbers = Numbers(260, files.__getitem__)
+    loader = DataLoader(numbers, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    try:
+        assert [int(file.map[:]) for file in loader] == list(range(260))
+    finally:
+        resource_sharer.stop()
 
 
 def test_a_fork_of_the_user_while_a_loader_lives() -> None:
