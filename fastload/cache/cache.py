@@ -287,6 +287,7 @@ class Cache:
                     access.counters.add("cache.hits")
                     access.counters.add("cache.bytes", len(payload))
                     return payload
+                _drop(directory, key, entry)  # its segment has gone
         access.counters.add("cache.misses")
         return None
 
