@@ -371,6 +371,7 @@ class Prefetcher:
                 self._queues.advance(read)
             self._wake(1)
         elif not read.done:  # cancelled meanwhile
+            self._samples.release(read)
             read.done = True
             self._queues.let_go(read)
 

@@ -424,6 +424,27 @@ def test_sample_that_another_run_reads_is_read_where_no_thread_can_look_for_it(
     opened.close()
 
 
+def test_deferred_sample_that_is_cancelled_as_it_gets_its_lock_gives_the_lock_back(
+    locked: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, reserve = locked._samples._cache, locked._deferred._reserve
+    assert cache is not None
+
+    def reserve_and_cancel(read: Read) -> bool:
+        if not reserve(read):
+            return False
+        locked.cancel([read.index])
+        return True
+
+    monkeypatch.setattr(locked._deferred, "_reserve", reserve_and_cancel)
+    monkeypatch.setattr(locked._deferred, "_overtake", lambda reads: None)
+    locked.request([0])
+    wait_until(lambda: locked._deferred._requests, "the sample is deferred")
+    cache._unlock_inflight(key(0))
+    wait_until(lambda: locked.outstanding() == NOTHING, "the sample is cancelled")
+    assert cache._lock_inflight(key(0))
+
+
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.stress, id="guard_removed")])
 def test_ranges_of_one_object_take_its_inflight_lock_once(
     guarded: bool,
