@@ -326,11 +326,10 @@ class SampleThreads:
             return self._queue.popleft() if woken and not self._closed else None
 
     def _make(self, task: Task) -> None:
-        if self._turn is None or self._seeds is None:
+        if self._turn is None:
             self._call(task)
         else:
             with self._turn.taken():
-                self._seeds.set(task.index)
                 self._call(task)
                 if task.last:
                     task.states = GeneratorStates()
@@ -345,6 +344,8 @@ class SampleThreads:
         if task.cancelled or make is None:
             return
         try:
+            if self._seeds is not None:
+                self._seeds.set(task.index)
             task.value = make()
         except TurnOver:
             raise
