@@ -64,6 +64,12 @@ class Access:
         return self._directory
 
     @property
+    def is_rebuilding(self) -> bool:
+        """Whether this process rebuilds the index, and writes no record before that is done."""
+        directory = self._directory
+        return directory is not None and directory.writer is not None and directory.writer.has_first_job
+
+    @property
     def has_failed(self) -> bool:
         """Whether the directory cannot be opened, or not be written any more."""
         return self._writer_failed or (self._tried and self._directory is None)

@@ -287,6 +287,7 @@ class Cache:
                     access.counters.add("cache.hits")
                     access.counters.add("cache.bytes", len(payload))
                     return payload
+                _drop(directory, key, entry)  # its segment has gone
         access.counters.add("cache.misses")
         return None
 
@@ -400,6 +401,12 @@ class Cache:
         """Wait until every process can read what was written before. False after `timeout` seconds, or when
         writing failed."""
         return self._access.get().flush(timeout)
+
+    def _flush_epoch(self, timeout: float) -> None:
+        """Wait as `flush` does, but not for an index that is being rebuilt: that may take minutes."""
+        access = self._access.get()
+        if not access.is_rebuilding:
+            access.flush(timeout)
 
     def close(self) -> None:
         """Write what is queued, sync the index, close the directory. The next call opens it again."""

@@ -184,24 +184,41 @@ def _recover(directory: Directory, report: Report) -> None:
 
 def _delete_useless(directory: Directory, report: Report) -> None:
     """Delete segments that no entry points to and no living process writes."""
+    used = _used_segments(directory)
+    with contextlib.ExitStack() as locked:
+        useless = {}
+        for number, name in directory.index.segments().items():
+            if number not in used:
+                with contextlib.suppress(OSError):
+                    useless[number] = name, locked.enter_context(_locked_segment(directory, name))
+        # Once more: until its segment was locked, a process may have written to it.
+        used = _used_segments(directory) if useless else used
+        for number, (name, size) in useless.items():
+            if number not in used and name in directory.segment_names():
+                with contextlib.suppress(OSError):
+                    directory.index.remove_segments([number], size)
+                    os.unlink(name, dir_fd=directory.segments_fd)
+                    report.freed_bytes += size
+
+
+def _used_segments(directory: Directory) -> set[int]:
+    """Return the numbers of the segments that entries point to."""
     used = set()
     for _, value in directory.index.items():
         with contextlib.suppress(CorruptRecordError):
             used.add(Entry.unpack(value).segment)
-    for number, name in directory.index.segments().items():
-        if number in used:
-            continue
-        with contextlib.suppress(OSError):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory.segments_fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                size = os.fstat(fd).st_size
-                if name in directory.segment_names():
-                    directory.index.remove_segments([number], size)
-                    os.unlink(name, dir_fd=directory.segments_fd)
-                    report.freed_bytes += size
-            finally:
-                os.close(fd)
+    return used
+
+
+@contextlib.contextmanager
+def _locked_segment(directory: Directory, name: str) -> Iterator[int]:
+    """Hold the lock of a segment, and return its size. Raises `OSError` where a process writes it."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory.segments_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(fd).st_size
+    finally:
+        os.close(fd)
 
 
 def _manifests(directory: Directory) -> list[Path]:

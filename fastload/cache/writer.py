@@ -92,6 +92,11 @@ class Writer:
         """Bytes on disk of the records that are not yet written."""
         return self._queue.nbytes
 
+    @property
+    def has_first_job(self) -> bool:
+        """Whether the first job is not done yet: nothing is written before."""
+        return self._first_job is not None
+
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, failed or closed."""
         if self.full is not None:
@@ -106,10 +111,10 @@ class Writer:
 
     def _start(self) -> None:
         """Start the thread before anything is queued: `close` then finds who has to write it."""
-        if self._thread is not None or self._queue.has_ended:
+        if self._runs() or self._queue.has_ended:
             return
         with self._starting:
-            if self._thread is None:
+            if not self._runs():
                 thread = threading.Thread(target=self._run, name="fastload-cache-writer", daemon=True)
                 try:
                     thread.start()
@@ -118,22 +123,27 @@ class Writer:
                 else:
                     self._thread = thread
 
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
-        """Write out what is queued and end the thread. False if it did not end in time.
+        """Write out what is queued and end the thread. False if it did not end in time: it goes on then.
 
-        A first job that is not done by then is told to stop in time to end.
+        A first job that is not done is told to stop.
         """
         deadline = time.monotonic() + timeout
-        self.flush(0.8 * timeout)
         self._stopping.set()
+        self.flush(0.8 * timeout)
         self._queue.close()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-            return not self._thread.is_alive()
+        if self._runs():
+            self._queue.reopen()
+            return False
         return True
 
     def is_current_thread(self) -> bool:
@@ -151,6 +161,7 @@ class Writer:
         try:
             if self._first_job is not None:
                 self._first_job(self._stopping)
+                self._first_job = None
                 self._queue.finish([], 1)
             while (batch := self._queue.take()) is not None:
                 try:
@@ -167,8 +178,7 @@ class Writer:
         except BaseException as error:  # reported by the cache at its next call
             self._fail(error, batch.items if batch is not None else [])
         finally:
-            if self._segment is not None:
-                self._segment.close()
+            self._leave_segment()
 
     def _unlock(self, items: list[Item]) -> None:
         for item in items:
@@ -295,7 +305,9 @@ class WriteQueue:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.nbytes = 0
-        self._changed = threading.Condition()
+        # `with` takes the lock itself: Ctrl-C in the Python code of a condition would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._items: deque[Item] = deque()
         self._drops: list[tuple[bytes, Entry]] = []
         self._keys: set[bytes] = set()
@@ -312,7 +324,7 @@ class WriteQueue:
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, or ended."""
         size = record_size(item.length)
-        with self._changed:
+        with self._lock:
             if wait > 0:
                 self._changed.wait_for(lambda: self._has_room(size) or self.has_ended, wait)
             if self.has_ended:
@@ -338,7 +350,7 @@ class WriteQueue:
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
-        with self._changed:
+        with self._lock:
             if not self.has_ended:
                 self._drops.append((key, entry))
                 self._submitted += 1
@@ -346,12 +358,12 @@ class WriteQueue:
 
     def add_job(self) -> None:
         """Count a job that is not in the queue: `flush` waits for its `finish` too."""
-        with self._changed:
+        with self._lock:
             self._submitted += 1
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
-        with self._changed:
+        with self._lock:
             target = self._submitted
             self._flushers += 1
             self._changed.notify_all()
@@ -362,13 +374,18 @@ class WriteQueue:
 
     def close(self) -> None:
         """Take nothing more. The writer still gets all that is queued."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
+    def reopen(self) -> None:
+        """Take records again, after `close`, for a writer that has not ended."""
+        with self._lock:
+            self._closed = False
+
     def take(self) -> Batch | None:
         """Return the next batch, once there is one; None once the queue is closed and empty."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
             self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
             items: list[Item] = []
@@ -381,7 +398,7 @@ class WriteQueue:
 
     def finish(self, items: Sequence[Item], count: int) -> None:
         """Count these records, and `count` queued things in all, as done."""
-        with self._changed:
+        with self._lock:
             self.nbytes -= sum(record_size(item.length) for item in items)
             self._keys.difference_update(item.key for item in items)
             self._finished += count
@@ -389,7 +406,7 @@ class WriteQueue:
 
     def fail(self, error: BaseException, taken: Sequence[Item], lose: Callable[[list[Item]], None]) -> None:
         """End with an error. `lose` gets all records that are not written, before any `flush` returns."""
-        with self._changed:
+        with self._lock:
             self.error = error
             lose([*taken, *self._items])
             self._items.clear()

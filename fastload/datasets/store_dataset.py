@@ -227,10 +227,10 @@ class StoreDataset(Dataset[Any]):
         prefetcher = self._prefetchers.peek()
         return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
 
-    def _flush_cache(self) -> None:
+    def _flush_cache(self, timeout: float = 60.0) -> None:
         """See `CacheFilling`."""
         if self.cache is not None:
-            self.cache.flush()
+            self.cache._flush_epoch(timeout)
             self.counters.merge(self.cache.counters.drain())
 
     def _streams(self) -> StreamDataset | None:

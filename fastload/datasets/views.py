@@ -70,8 +70,12 @@ def note_prefetch(dataset: Any, indices: list[Any]) -> None:
 class CacheFilling(Protocol):
     """A dataset that fills a cache in the background."""
 
-    def _flush_cache(self) -> None:
-        """Wait until all samples that were read are in the cache, for other processes too."""
+    def _flush_cache(self, timeout: float = 60.0) -> None:
+        """Wait until all samples that were read are in the cache, for other processes too.
+
+        Args:
+            timeout: in seconds. An index that is being rebuilt is not waited for.
+        """
 
     def close(self) -> None:
         """Write, and close this process's part of the cache and the store."""

@@ -236,9 +236,9 @@ class CachedDataset(Dataset[Any]):
         """Return the key under which the cache has a sample, as of a `StoreDataset`."""
         return [self._key(self._checked(index))]
 
-    def _flush_cache(self) -> None:
+    def _flush_cache(self, timeout: float = 60.0) -> None:
         """See `CacheFilling`."""
-        self.cache.flush()
+        self.cache._flush_epoch(timeout)
 
     def close(self) -> None:
         """Write the cache and close it; the next access opens it again."""

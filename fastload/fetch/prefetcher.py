@@ -78,16 +78,17 @@ class Prefetcher:
         self._samples = SampleReads(
             source, cache, prepare=prepare, counters=counters, wait=self._before_retry
         )
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)  # reader threads wait here for requests
-        self._done = threading.Condition(lock)  # consumers wait here for reads
+        # Taken by `with`, see `ThreadTeam`.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # reader threads wait here for requests
+        self._done = threading.Condition(self._lock)  # consumers wait here for reads
         self._reads: dict[int, Read] = {}
         self._cancelled: deque[int] = deque()
         self._queues = ReaderQueues(self.limiter, ByteBudget(most_bytes))
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
         self._deferred = DeferredReads(
-            lock,
+            self._lock,
             settings.inflight_patience,
             find=self._samples.found_meanwhile,
             reserve=self._samples.reserve,
@@ -98,7 +99,7 @@ class Prefetcher:
     def request(self, indices: Iterable[int], reader: object = None) -> None:
         """Start reading samples that `reader` will get in this order. Does not block."""
         new: dict[int, int] = {}  # how often each is requested
-        with self._work:
+        with self._lock:
             for index in indices:
                 known = self._reads.get(index)
                 if known is None:
@@ -108,7 +109,7 @@ class Prefetcher:
         reads = [self._new_read(index) for index in new]
         self._samples.look_up(reads)
         planned = self._samples.plan([read for read in reads if read.entry is None])
-        with self._work:
+        with self._lock:
             for read in reads:
                 known = self._reads.setdefault(read.index, read)
                 if known is read:
@@ -166,11 +167,11 @@ class Prefetcher:
         or the next sample is delivered.
         """
         self._cancelled.extend(indices)
-        if self._work.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 self._drop_cancelled()
             finally:
-                self._work.release()
+                self._lock.release()
 
     def forget_made(self, indices: list[int]) -> tuple[int, set[int]]:
         """Forget samples that were made without `get`, from the cache.
@@ -184,14 +185,14 @@ class Prefetcher:
 
     def outstanding(self) -> Outstanding:
         """Return the samples that were requested and not delivered, and their requests."""
-        with self._work:
+        with self._lock:
             self._drop_cancelled()
             awaited = tuple(index for index, read in self._reads.items() if read.awaited)
             return Outstanding(len(self._reads), awaited, self._queues.requests, self._queues.held)
 
     def close(self) -> None:
         """End the threads (after the read each is busy with) and write out the cache."""
-        with self._work:
+        with self._lock:
             self._closing.set()
             self._queues.clear()
             self._deferred.close()
@@ -213,7 +214,7 @@ class Prefetcher:
         return self._samples.read_now(read)
 
     def _wait(self, read: Read) -> None:
-        with self._counters.timed("get"), self._done:
+        with self._counters.timed("get"), self._lock:
             opened = self._queues.await_read(read)
             if (not read.started or read.deferred) and read.wanted > 0 and not self._queues.is_next(read):
                 self._advance(read)
@@ -256,7 +257,7 @@ class Prefetcher:
         self._wake(1)
 
     def _drop(self, read: Read) -> None:
-        with self._work:
+        with self._lock:
             self._forget(read)
             self._drop_cancelled()
 
@@ -329,7 +330,7 @@ class Prefetcher:
         self._finish_group(results, time.monotonic() - start)
 
     def _finish_group(self, results: dict[Read, Any], seconds: float) -> None:
-        with self._done:
+        with self._lock:
             self._request_ended(seconds)
             for read, result in results.items():
                 if isinstance(result, BaseException):
@@ -342,7 +343,7 @@ class Prefetcher:
             self._work.notify()
 
     def _next_request(self) -> Request | None:
-        with self._work:
+        with self._lock:
             self._drop_cancelled()
             woken = self._threads.wait(
                 self._work, lambda: self._closing.is_set() or self._queues.startable() is not None
@@ -355,7 +356,7 @@ class Prefetcher:
 
     def _defer(self, request: Request) -> None:
         """Look for it later; another read may begin in its place."""
-        with self._work:
+        with self._lock:
             self._queues.requests -= 1
             self._queues.passed(request.read)
             self._deferred.add(request)
@@ -370,12 +371,13 @@ class Prefetcher:
                 self._queues.advance(read)
             self._wake(1)
         elif not read.done:  # cancelled meanwhile
+            self._samples.release(read)
             read.done = True
             self._queues.let_go(read)
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
         """Note that a request has ended: `payload` is the sample, or None while others are missing."""
-        with self._done:
+        with self._lock:
             self._request_ended(seconds)
             self._complete(read, payload, error)
 
@@ -404,7 +406,7 @@ class Prefetcher:
         """Wait before a request is repeated."""
         self._counters.add("get.retries")
         if error.retry == "slower":
-            with self._work:
+            with self._lock:
                 self.limiter.slow_down(time.monotonic())
         if self._closing.wait(seconds):
             raise error

@@ -332,8 +332,13 @@ class DeferredReads:
     def add(self, request: Request) -> None:
         """Look for a sample until it is found or can be read."""
         request.read.deferred = request.read.deferred or time.monotonic()
+        try:
+            self._thread.grow(1)
+        except RuntimeError:  # this process may have no more threads: nobody could look for it
+            request.read.overdue = True
+            self._put_back(request)
+            return
         self._requests.append(request)
-        self._thread.grow(1)
         self._changed.notify()
 
     def measured(self, seconds: float) -> None:
@@ -356,7 +361,7 @@ class DeferredReads:
             self._look()
 
     def _wait(self) -> bool:
-        with self._changed:
+        with self._lock:
             woken = self._thread.wait(self._changed, lambda: self._requests or self._closing.is_set())
             return woken and not self._closing.is_set()
 

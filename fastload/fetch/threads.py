@@ -280,8 +280,11 @@ Task = tuple["Future[Any]", Callable[[], Any]]
 class ThreadTeam:
     """Daemon threads that do the same work, started as they are needed.
 
-    The owner's lock is held in every call but `join`. Not the standard library's executor: its threads are
-    joined at the interpreter's exit, however long the store that they wait for takes to answer.
+    The owner's lock is held in every call but `join`. `with` takes that lock, not a condition of it, whose
+    `__exit__` is Python code: Ctrl-C there would leave it locked.
+
+    Not the standard library's executor: its threads are joined at the interpreter's exit, however long the
+    store that they wait for takes to answer.
 
     Args:
         run: what each of them runs; it ends when `wait` returns False.
@@ -348,17 +351,17 @@ class ReadPool:
         self.counters = counters
         self._tasks: deque[Task] = deque()
         # Reentrant: `close` is called wherever garbage is collected, also by a thread that holds this. An
-        # Event would not do, for its own lock is not.
-        lock = threading.RLock()
-        self._work = threading.Condition(lock)  # idle threads wait here for tasks
-        self._ended = threading.Condition(lock)  # those that pause wait here, as long as the pool is open
+        # Event would not do, for its own lock is not. `with`: see `ThreadTeam`.
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)  # idle threads wait here for tasks
+        self._ended = threading.Condition(self._lock)  # those that pause wait here while it is open
         self._threads = ThreadTeam(self._run, "fastload-shard")
         self._closing = False
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Have `work` done by a thread; a future that is cancelled is left out."""
         future: Future[Any] = Future()
-        with self._work:
+        with self._lock:
             if len(self._tasks) >= self._threads.idle:
                 self._threads.grow(min(self._most, len(self._threads) + 1))
             self._tasks.append((future, work))
@@ -389,7 +392,7 @@ class ReadPool:
     def pause(self, error: StoreError, seconds: float) -> None:
         """Wait before a request is repeated: `wait` of the store's reads."""
         self.counters.add("get.retries")
-        with self._ended:
+        with self._lock:
             if self._ended.wait_for(lambda: self._closing, seconds):
                 raise error
 
@@ -398,7 +401,7 @@ class ReadPool:
 
         An iterator that is collected calls this, in any thread: also in one of these.
         """
-        with self._work:
+        with self._lock:
             self._closing = True
             self._tasks.clear()
             self._work.notify_all()
@@ -419,6 +422,6 @@ class ReadPool:
             del future, work, task  # an idle thread holds no bytes
 
     def _next(self) -> Task | None:
-        with self._work:
+        with self._lock:
             woken = self._threads.wait(self._work, lambda: self._tasks or self._closing)
             return self._tasks.popleft() if woken and not self._closing else None

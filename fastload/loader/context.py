@@ -339,6 +339,7 @@ def _setup(
         batch_size=loader.batch_size or 1,
         memory_limit=limit,
         positions=context.position.start.workers,
+        timeout=loader.timeout,
     )
 
 

@@ -295,6 +295,10 @@ def scale(schedule: Schedule, context: LoaderContext, workers: Workers, in_fligh
         schedule.park(wanted)
         missing = schedule.missing(wanted)
         workers.scale(max(missing, default=-1) + 1, autoscaler.ahead)
+        count = len(workers.processes)
+        if missing and missing[-1] >= count:
+            wanted = autoscaler.refused(count)
+            missing = [worker for worker in missing if worker < count]
     schedule.turn.extend(missing)
     context.meter.workers = wanted
     before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)

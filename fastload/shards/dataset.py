@@ -221,11 +221,11 @@ class ShardDataset(StoreDataset):
         """Return a text that decides which record of a shard has which number."""
         return self._form.code
 
-    def _flush_cache(self) -> None:
+    def _flush_cache(self, timeout: float = 60.0) -> None:
         here = self._here.peek()
         if here is not None and self.cache is not None:
             here.pending.settle()
-        super()._flush_cache()
+        super()._flush_cache(timeout)
 
     def close(self) -> None:
         here = self._here.drop()

@@ -21,13 +21,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import context, reduction
+from multiprocessing import context
 from typing import Any, NamedTuple
 
 from fastload.checks import format_size
 from fastload.errors import LimitError, StoreTimeoutError
 from fastload.metrics.machine import memory_file
-from fastload.store.node import ProcessLocal
+from fastload.store.node import ProcessLocal, share_descriptor
 
 # The memory is an array of `RequestCounts`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
 # processes have one of their own; the second one is for all. Pages that nobody has written take no memory.
@@ -88,7 +88,7 @@ class RequestBudget:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
-            return _from_handle, (self.limits, reduction.DupFd(self._descriptor))
+            return _from_handle, (self.limits, share_descriptor(self._descriptor))
         return RequestBudget, (self.limits, self.spent())
 
     def spent(self) -> RequestCounts:

@@ -49,7 +49,7 @@ _PING = pickle.dumps(("", []))
 _PR_SET_NAME = 15
 
 # A message is a code, a length, and that many bytes.
-_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # codes
+_BYTES, _RESULT, _ITEM, _ERROR, _REFUSED = range(5)  # codes; the last one ends a connection
 _HEADER = struct.Struct("<BQ")  # code and length
 _MOST_FILES = 4  # sent with a request
 
@@ -142,6 +142,8 @@ class ClientProcess:
                         is_last = True
                         yield answer
                         heard = time.monotonic()
+                    if answer[0] == _REFUSED:
+                        raise answer[1]
                 break
             except (EOFError, ConnectionError):
                 running.close()
@@ -186,9 +188,10 @@ class _Running:
         Raises:
             StoreTimeoutError: it does not answer.
         """
-        with self.connection() as connection:
+        with contextlib.suppress(ConnectionRefusedError), self.connection() as connection:
             _send(connection, _RESULT, _PING)
-            _receive(connection, self._give_up)
+            if _receive(connection, self._give_up)[0] == _REFUSED:
+                raise ConnectionRefusedError  # it lives
 
     def _give_up(self) -> None:
         self.close()
@@ -274,7 +277,8 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _fork(target: Any, control: socket.socket) -> None:
-    """Fork a child that forks the client process and ends: then no process has to wait for that one."""
+    """Fork the client process: a child, so that whatever runs as init need not wait for it."""
+    _wait_for_ended()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads. This child takes no lock of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -286,12 +290,25 @@ def _fork(target: Any, control: socket.socket) -> None:
             raise failed from error
     if pid == 0:
         try:
-            if os.fork() == 0:
-                _main(target, control)
+            _main(target, control)
         finally:
             os._exit(0)
-    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
-        os.waitpid(pid, 0)
+    _started.append(pid)
+
+
+def started() -> set[int]:
+    """Return the client processes of this process: those that live, and those not waited for yet."""
+    return set(_started)
+
+
+def _wait_for_ended() -> None:
+    """Let the kernel forget the client processes that have ended."""
+    for _ in range(len(_started)):
+        # Another thread was faster; or SIGCHLD is ignored.
+        with contextlib.suppress(IndexError, ChildProcessError):
+            pid = _started.popleft()
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                _started.append(pid)
 
 
 def _main(target: Any, control: socket.socket) -> NoReturn:
@@ -300,8 +317,7 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
         gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
         use_one_arena()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _leave_signals_to_parent()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"fastload-client")
         _let_go_of_files(control.fileno())
         control.sendall(b"+")
@@ -313,10 +329,19 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
                 if not message:
                     break
                 for descriptor in descriptors:
-                    connection = socket.socket(fileno=descriptor)
-                    threading.Thread(target=work.serve, args=(connection,), daemon=True).start()
+                    work.begin(socket.socket(fileno=descriptor))
     finally:
         os._exit(0)
+
+
+def _leave_signals_to_parent() -> None:
+    """Run no handler of the parent's: Ctrl-C and a scheduler's signals reach all processes of a job."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _let_go_of_files(keep: int) -> None:
@@ -345,6 +370,22 @@ class _Work:
     def idle(self) -> bool:
         """Return whether there was no request for a while."""
         return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
+
+    def begin(self, connection: socket.socket) -> None:
+        """Have a thread serve a connection; where none can be started, its first request is refused."""
+        try:
+            threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
+        except RuntimeError as error:
+            refused = StoreError(
+                f"the client process of the store cannot serve another request: {error}; raise the limit of "
+                "processes (ulimit -u, or pids of the container)"
+            )
+            refused.retry = "later"  # other requests end meanwhile, and leave their threads
+            with connection, contextlib.suppress(EOFError, ConnectionError):
+                files, _ = _receive_request(connection)
+                for file in files:
+                    os.close(file)
+                _send(connection, _REFUSED, pickle.dumps(refused))
 
     def serve(self, connection: socket.socket) -> None:
         """Answer the requests of one connection until it is closed."""
@@ -445,9 +486,11 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _forget_all() -> None:
+    _started.clear()
     for process in list(_all):
         process.forget()
 
 
 _all: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
+_started: deque[int] = deque()  # process ids, see `started`
 call_in_forks(_forget_all)

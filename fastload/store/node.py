@@ -32,7 +32,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import context, reduction
+from multiprocessing import context, reduction, resource_sharer
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
@@ -305,6 +305,16 @@ def speaks() -> bool:
     return worker is None or worker.id == 0
 
 
+_AT_ONCE = 200  # descriptors: a message to the fork server has room for 251, and others need some
+
+
+def share_descriptor(descriptor: int) -> Any:
+    """Return a handle for the process that is being spawned: its `detach()` returns a descriptor there."""
+    if len(context.get_spawning_popen()._fds) < _AT_ONCE:  # type: ignore[union-attr]
+        return reduction.DupFd(descriptor)
+    return resource_sharer.DupFd(descriptor)
+
+
 class SharedFile:
     """A mapped file that is only read. Pickling it for a process that is being spawned passes a descriptor.
 
@@ -352,7 +362,7 @@ class SharedFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
-            return _from_handle, (reduction.DupFd(self._descriptor),)
+            return _from_handle, (share_descriptor(self._descriptor),)
         return SharedFile.of, ("fastload-shared", self.map[:])
 
 

@@ -13,6 +13,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fastload.store import client_process
 from fastload.testing.promises import (
     SEED,
     Contents,
@@ -34,14 +35,15 @@ _SHARED = ("torch", "fastload", "psm_")  # the last: multiprocessing.shared_memo
 def held() -> Held:
     """Find child processes, threads, open files and shared memory. Elsewhere than on Linux: threads.
 
-    What multiprocessing keeps on purpose until the end of this process does not count.
+    What multiprocessing keeps on purpose until the end of this process does not count, nor do the client
+    processes of stores.
     """
     resources: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
     if sys.platform != "linux":
         return resources
     servers, pipes = _multiprocessing_servers()
     on_linux: Held = {
-        "processes": _children() - servers,
+        "processes": _children() - servers - client_process.started(),
         "descriptors": {
             described
             for fd in Path("/proc/self/fd").iterdir()

@@ -247,6 +247,7 @@ class LogWriter:
         Raises:
             ArgumentError: the file of that name is something else.
         """
+        self._leave_to_parent()
         if not self._failed and self._file < 0:
             self._open(self.directory / log_name(rank), rank)
         if not self._announced:
@@ -260,6 +261,7 @@ class LogWriter:
 
     def flush(self) -> None:
         """Write what is buffered."""
+        self._leave_to_parent()
         if self._failed or not self._buffer:
             return
         data = b"".join(self._buffer)
@@ -275,8 +277,15 @@ class LogWriter:
         except OSError as error:
             self._fail(error)
 
+    def _leave_to_parent(self) -> None:
+        """Forget, in a forked child, the file and what is buffered: its parent writes that."""
+        if self._file >= 0 and self._owner != os.getpid():
+            os.close(self._file)
+            self.__dict__.update(self.__getstate__())
+
     def _put(self, frame: bytes) -> None:
-        if self._failed:
+        self._leave_to_parent()
+        if self._file < 0:
             return
         self._buffer.append(frame)
         self._buffered += len(frame)
@@ -322,8 +331,8 @@ class LogWriter:
 
     def __del__(self) -> None:
         """Write the rest: a loop that ended with `break` has its last steps here."""
-        if self._file >= 0 and self._owner == os.getpid():  # a fork has the buffer too
-            self.flush()
+        self.flush()
+        if self._file >= 0:
             os.close(self._file)
 
 

@@ -131,6 +131,12 @@ class Autoscaler:
             self._settled = True
             _log.info("%s", self.sentence())
 
+    def refused(self, count: int) -> int:
+        """Note that only `count` workers could be started. Returns the number that there should be."""
+        self._before = None
+        self.workers = self._at_most(count, "no more processes can be started")
+        return self.workers
+
     def sentence(self) -> str:
         """Return the choice and its reason."""
         ahead = f", {self.ahead} batches ahead each" if self.ahead != 2 else ""

@@ -11,6 +11,7 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -39,6 +40,7 @@ from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
 from fastload.workers.streams import StreamOver, StreamReader, TakeNext, dataset_state, resume_fetcher
 
+_FLUSH_SECONDS = 60.0
 _FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
 
@@ -205,6 +207,8 @@ class BatchMaker(BatchSource):
                 cancel=self.cancel,
             )
         self._fillers = ThreadPoolExecutor(_FILLERS, "fastload-fill")  # starts none before it is used
+        # The last batch waits for this, and its consumer must not time out.
+        self._flush_seconds = min(_FLUSH_SECONDS, setup.timeout / 2 or math.inf)
 
     def start_epoch(self, start: EpochStart) -> None:
         if self._streams is not None:
@@ -369,7 +373,7 @@ class BatchMaker(BatchSource):
     def flush_cache(self) -> None:
         for dataset in self._datasets:
             if isinstance(dataset, CacheFilling):
-                dataset._flush_cache()
+                dataset._flush_cache(self._flush_seconds)
 
     def close_cache(self) -> None:
         self._close_threads()

@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 
 import torch.multiprocessing
 
-from fastload.errors import WorkerError
+from fastload.errors import WorkerError, warn
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.protocol import Channel, EpochStart, Exclude, Result, Work, WorkerSetup
-from fastload.workers.slots import Pin, SlotMap, forking_a_worker
+from fastload.workers.slots import Pin, SlotMap
 from fastload.workers.worker import worker_main
 from fastload.workers.workers import Arrival, Workers
 
@@ -110,7 +110,14 @@ class WorkerProcesses(Workers):
             self._share_threads(workers)
             return
         while len(self._workers) < workers:
-            worker = self._start(len(self._workers))
+            try:
+                worker = self._start(len(self._workers))
+            except OSError as error:
+                warn(
+                    f"num_workers='auto' stays at {len(self._workers)}: another worker cannot be started "
+                    f"({error}); raise the limit of processes or of memory"
+                )
+                return
             self._workers.append(worker)
             if self._epoch is not None:
                 self._send(worker, self._epoch)
@@ -125,7 +132,7 @@ class WorkerProcesses(Workers):
         process = self._context.Process(target=worker_main, args=arguments)
         process.daemon = True
         try:
-            with self._interrupts_held(), forking_a_worker():
+            with self._interrupts_held():
                 process.start()
         except BaseException as error:
             ours.close()

@@ -57,6 +57,7 @@ class WorkerSetup:
     batch_size: int
     memory_limit: MemoryLimit | None
     positions: list[WorkerState] | None  # where each worker resumes the dataset
+    timeout: float  # seconds that the consumer waits for a batch; 0: for ever
 
 
 class EpochStart(NamedTuple):

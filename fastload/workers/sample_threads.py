@@ -221,8 +221,7 @@ class SampleThreads:
         self._seeds = seeds
         self._turn = None if seeds is None else Turn()
         self._shares = shares
-        # Reentrant: an iterator that is collected closes this, in any thread. `with` takes the lock itself,
-        # not a condition, whose `__exit__` is Python code: Ctrl-C there would leave it locked.
+        # Reentrant: an iterator that is collected closes this, in any thread. `with`: see `ThreadTeam`.
         self._lock = threading.RLock()
         self._work = threading.Condition(self._lock)
         self._finished = threading.Condition(self._lock)
@@ -327,11 +326,10 @@ class SampleThreads:
             return self._queue.popleft() if woken and not self._closed else None
 
     def _make(self, task: Task) -> None:
-        if self._turn is None or self._seeds is None:
+        if self._turn is None:
             self._call(task)
         else:
             with self._turn.taken():
-                self._seeds.set(task.index)
                 self._call(task)
                 if task.last:
                     task.states = GeneratorStates()
@@ -346,6 +344,8 @@ class SampleThreads:
         if task.cancelled or make is None:
             return
         try:
+            if self._seeds is not None:
+                self._seeds.set(task.index)
             task.value = make()
         except TurnOver:
             raise

@@ -10,8 +10,9 @@ A slot is an anonymous memory file: no name in /dev/shm to leak, no limit of 64 
 side keeps a descriptor once it has mapped it. The pages stay mapped while the slot is in use, so a batch
 costs one memcpy and no page faults; torch's way, a fresh shared-memory file per batch, costs both.
 
-A process that the user forks from the trainer sees the live batches in the same pages. Their slots are given
-up instead of used again, so that the fork's batches do not change.
+A process that is forked from the trainer sees the live batches in the same pages. Their slots are given up
+instead of used again, so that its batches do not change. A worker is no exception: its dataset may hold
+batches of another loader.
 
 Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the
 largest batch so far. Growing in place was rejected: tensors already delivered would have to move.
@@ -24,11 +25,9 @@ import io
 import mmap
 import os
 import pickle
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -450,17 +449,6 @@ class _Leases:
 
 
 _all: weakref.WeakSet[_Leases] = weakref.WeakSet()
-_workers_fork = threading.local()
-
-
-@contextmanager
-def forking_a_worker() -> Iterator[None]:
-    """Stand around the fork of a worker, which reads no batch."""
-    _workers_fork.now = True
-    try:
-        yield
-    finally:
-        _workers_fork.now = False
 
 
 def _before_fork() -> None:
@@ -468,9 +456,8 @@ def _before_fork() -> None:
 
     Copying them for the child was rejected: most forks of a trainer do not read batches.
     """
-    if not getattr(_workers_fork, "now", False):
-        for leases in list(_all):
-            leases.before_fork()
+    for leases in list(_all):
+        leases.before_fork()
 
 
 os.register_at_fork(before=_before_fork)

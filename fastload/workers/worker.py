@@ -154,6 +154,7 @@ class _Worker:
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
+        self._flushed = True  # the cache, since the last batch was made
         self._broken: Failure | None = None  # for good: the process could not be prepared
         self._epoch_failure: Failure | None = None  # in place of each batch of this epoch
         self._refused: dict[int, Failure] = {}  # index batches that could not be announced to the dataset
@@ -305,6 +306,7 @@ class _Worker:
 
         While it is packed and sent, the threads of the kernel have the next one to work on.
         """
+        self._flushed = False
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
         before = after = fingerprint = None
@@ -350,5 +352,6 @@ class _Worker:
             self.source.close_cache()
 
     def _flush_cache(self) -> None:
-        if self.source is not None:
+        if self.source is not None and not self._flushed:
+            self._flushed = True
             self.source.flush_cache()

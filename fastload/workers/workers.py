@@ -135,6 +135,8 @@ class Workers:
     def scale(self, workers: int, ahead: int) -> None:
         """Have at least so many workers, or threads of the kernel where these make the rows.
 
+        Where a process cannot be started, fewer do as well.
+
         Args:
             ahead: batches that each worker may make ahead, where they are small.
         """

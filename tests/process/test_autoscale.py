@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import mmap
@@ -328,6 +329,27 @@ def test_interrupted_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> N
     other: DataLoader[Any] = DataLoader(Numbers(40), 2)
     other.load_state_dict(loader.state_dict())
     assert seen and seen + torch.cat(list(other)).tolist() == list(range(40))
+
+
+def test_worker_that_cannot_be_started_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = WorkerProcesses._start, []
+
+    def start_two(workers: WorkerProcesses, number: int) -> Any:
+        if number < 2:
+            return start(workers, number)
+        refused.append(number)
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: 4)
+    monkeypatch.setattr(WorkerProcesses, "_start", start_two)
+    loader: DataLoader[Any] = DataLoader(Numbers(40), 2, num_workers="auto")
+    autoscaler = loader._context.autoscaler
+    assert autoscaler is not None
+    monkeypatch.setattr(autoscaler, "look", lambda *_: autoscaler.most)
+    with pytest.warns(RuntimeWarning, match="stays at 2: .*temporarily unavailable"):
+        assert torch.cat(list(loader)).tolist() == list(range(40))
+    assert refused == [2] and "no more processes" in autoscaler.sentence()
+    assert loader.stats()["rates"]["workers"] == 2
 
 
 def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ import pytest
 
 from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
 from fastload.cache import Cache
+from fastload.cache.directory import Directory
 from fastload.cache.index import Index
+from fastload.cache.writer import Writer
 from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.reads import Source
@@ -274,6 +278,47 @@ def test_a_pool_closed_by_a_thread_that_begins_to_pause(monkeypatch: pytest.Monk
         pool.submit(work).result(PATIENCE)
 
 
+def interrupt_in_conditions(owner: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Ctrl-C come at the first instruction of the Python code that leaves a condition of `owner`."""
+    leave, thread = threading.Condition.__exit__, threading.get_ident()
+
+    def interrupted(self: threading.Condition, *error: Any) -> None:
+        if threading.get_ident() == thread and any(self is value for value in vars(owner).values()):
+            raise KeyboardInterrupt
+        leave(self, *error)
+
+    monkeypatch.setattr(threading.Condition, "__exit__", interrupted)
+
+
+def test_ctrl_c_leaves_the_prefetcher_unlocked(
+    prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_in_conditions(prefetcher, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        prefetcher.request([1])
+    monkeypatch.undo()
+
+    def read() -> Any:
+        prefetcher.request([2])
+        return prefetcher.get(2)
+
+    thread, found = result_of(read)
+    thread.join(PATIENCE)
+    assert found == [bytes([2]) * 8]
+
+
+def test_ctrl_c_leaves_a_pool_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ReadPool(2, Counters())
+    interrupt_in_conditions(pool, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        pool.submit(lambda: 1)
+    monkeypatch.undo()
+    thread, found = result_of(lambda: pool.wait(pool.submit(lambda: 2)))
+    thread.join(PATIENCE)
+    assert found == [2]
+    pool.close()
+
+
 # --- the cache -------------------------------------------------------------------------------------------
 
 
@@ -307,6 +352,76 @@ def test_a_directory_that_was_left_with_an_error_is_opened_again(
         cache.write(cache.key("b"), b"payload")
         assert cache.flush() and cache.read(cache.key("b")) == b"payload"
         cache.close()
+
+
+def test_ctrl_c_leaves_the_writer_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache")
+    writer = cache._open_or_raise().writer
+    assert writer is not None
+    interrupt_in_conditions(writer._queue, monkeypatch)
+    with suppress(KeyboardInterrupt):
+        cache.write(cache.key("a"), b"payload")
+    monkeypatch.undo()
+    thread, found = result_of(lambda: cache.write(cache.key("b"), b"payload") and cache.flush())
+    thread.join(PATIENCE)
+    assert found == [True]
+    cache.close()
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> tuple[str, Path]:
+    """A folder of 8 objects, and a cache that has them."""
+    folder = write(tmp_path / "data", {str(i): bytes([i]) * 100 for i in range(8)})
+    dataset = ObjectDataset(folder, cache=Cache(tmp_path / "cache", "raw"))
+    assert len([dataset[i] for i in range(8)]) == 8
+    dataset.close()
+    return folder, tmp_path / "cache"
+
+
+def test_no_batch_and_no_dataset_waits_for_an_index_that_is_rebuilt(
+    filled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a power cut: the first process that opens the cache goes through all of its segments."""
+    folder, cache = filled
+    shutil.rmtree(cache / "v1" / "index")
+    monkeypatch.setattr(Directory, "_reindex", lambda self, stopping: stopping.wait(PATIENCE))
+    start = time.monotonic()
+    datasets = [ObjectDataset(folder, cache=Cache(cache)) for _ in range(4)]
+    loader = DataLoader(datasets[0], 4, num_workers=1, collate_fn=len, multiprocessing_context="fork")
+    assert list(loader) == [4, 4]
+    assert time.monotonic() - start < 30, "each of them would wait for 8 s, and the last batch for 60 s"
+
+
+def test_consumer_with_a_timeout_gets_the_last_batch_before_a_slow_disk_has_it(
+    filled: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.workers.processes._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr(Writer, "_store", lambda self, items, drops: time.sleep(PATIENCE))
+    dataset = ObjectDataset(filled[0], cache=Cache(tmp_path / "slow", "raw"))
+    loader = DataLoader(dataset, 4, num_workers=1, collate_fn=len, timeout=8, multiprocessing_context="fork")
+    assert list(loader) == [4, 4]
+
+
+def test_cache_that_was_closed_while_its_disk_was_slow_takes_records_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.cache.directory.CLOSE_DEADLINE", 0.1)
+    store, gate = Writer._store, threading.Event()
+
+    def slow(writer: Writer, items: Any, drops: Any) -> None:
+        assert gate.wait(PATIENCE)
+        store(writer, items, drops)
+
+    monkeypatch.setattr(Writer, "_store", slow)
+    cache = Cache(tmp_path / "cache")
+    before, after = cache.key("before"), cache.key("after")
+    assert cache.write(before, b"1")
+    cache.close()
+    assert cache.write(after, b"2")
+    gate.set()
+    assert cache.flush() and (cache.read(before), cache.read(after)) == (b"1", b"2")
+    monkeypatch.undo()
+    cache.close()
 
 
 # --- forks -----------------------------------------------------------------------------------------------

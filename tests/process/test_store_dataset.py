@@ -138,10 +138,10 @@ def test_ctrl_c_while_the_cache_is_flushed_leaves_a_usable_iterator(
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     flush, calls = ObjectDataset._flush_cache, iter(range(100))
 
-    def interrupted(self: ObjectDataset) -> None:
+    def interrupted(self: ObjectDataset, timeout: float) -> None:
         if next(calls) == 0:
             raise KeyboardInterrupt
-        flush(self)
+        flush(self, timeout)
 
     monkeypatch.setattr(ObjectDataset, "_flush_cache", interrupted)
     batches = iter(DataLoader(dataset, len(dataset), collate_fn=len))

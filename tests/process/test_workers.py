@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import default_collate
 
 from fastload import ByEpoch, DataLoader, ObjectDataset
 from fastload.errors import WorkerError
+from fastload.store.node import SharedFile
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -685,6 +687,21 @@ def test_modules_that_the_user_preloads_are_preloaded_beside_ours(
     assert out.splitlines() == [found, found], err
 
 
+def test_dataset_of_more_files_than_a_message_to_the_fork_server_holds() -> None:
+    """As of a `ConcatDataset` of 130 prefixes of a bucket: each has its listing and what it may ask for."""
+
+    def file_of(number: int) -> SharedFile:
+        return SharedFile.written("file", lambda descriptor: os.write(descriptor, b"%d" % number))
+
+    files = [file_of(number) for number in range(260)]
+    numbers = Numbers(260, files.__getitem__)
+    loader = DataLoader(numbers, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    try:
+        assert [int(file.map[:]) for file in loader] == list(range(260))
+    finally:
+        resource_sharer.stop()
+
+
 def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     iterator = iter(DataLoader(Numbers(40), num_workers=2))
     assert int(next(iterator)) == 0
@@ -737,15 +754,21 @@ def test_batch_that_a_forked_child_sees_does_not_change() -> None:
     os.close(answered)
 
 
-def test_fork_of_a_worker_gives_no_slot_up() -> None:
-    iterator = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1))
-    batch = next(iterator)
-    slots = _slots_of(iterator)
-    assert len(list(DataLoader(Numbers(4), num_workers=2))) == 4
-    del batch
-    for first in range(1, 31):
-        assert next(iterator)[:, 0].tolist() == [2 * first, 2 * first + 1]
-    assert slots <= _slots_of(iterator)
+def test_batches_of_another_loader_that_a_workers_dataset_holds_do_not_change() -> None:
+    """As in torch: the worker has those that its dataset held at the fork, whatever the trainer lets go."""
+    first = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1, multiprocessing_context="fork"))
+    held = [next(first) for _ in range(6)]
+    wanted = [batch.clone() for batch in held]
+    holder = Numbers(6, held.__getitem__)
+    second = iter(
+        DataLoader(holder, batch_size=None, num_workers=1, prefetch_factor=1, multiprocessing_context="fork")
+    )
+    got = [next(second)]
+    held.clear()
+    for number in range(6, 32):
+        assert next(first)[:, 0].tolist() == [2 * number, 2 * number + 1]
+    got += second
+    assert all(map(torch.equal, got, wanted))
 
 
 def test_a_loader_in_a_thread() -> None:

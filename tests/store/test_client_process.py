@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from tests.patience import PATIENCE, runs, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+PR_SET_CHILD_SUBREAPER = 36
 PHOTOS = {f"{name}/{number}.jpg": pillow_jpeg(scene(40, 30, number)) for name in "ab" for number in range(8)}
 
 
@@ -51,7 +53,8 @@ class Target:
             os.kill(os.getpid(), signal.SIGKILL)
         return "alive"
 
-    def wait_for(self, path: str) -> str:
+    def wait_for(self, path: str, here: str = os.devnull) -> str:
+        Path(here).touch()
         while not Path(path).exists():
             time.sleep(0.005)
         return "came"
@@ -223,6 +226,25 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
         wait_until(lambda pid=pid: gone(pid), "the client has ended")
 
 
+def test_client_that_ended_is_waited_for_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a container whose init waits for no orphans fills with zombies."""
+    monkeypatch.setattr(client_process, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+    become_subreaper = ctypes.CDLL(None).prctl
+    assert become_subreaper(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        process, target = ClientProcess(), Target()
+        pids = []
+        for _ in range(3):
+            pids.append(process.call(target, "pid"))
+            wait_until(lambda: gone(pids[-1]), "the client has ended")
+        assert process.call(target, "echo", 1) == 1
+        # Threads of the last one may have been ending when it was waited for.
+        assert not {child.pid for child in psutil.Process().children()} & set(pids[:-1])
+    finally:
+        assert become_subreaper(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+
+
 @pytest.mark.parametrize(
     "short", [{"IDLE_SECONDS": 1.0, "_LOOK_SECONDS": 0.05}, {"_SILENT_SECONDS": 0.5}], ids=["idle", "silent"]
 )
@@ -264,6 +286,19 @@ def test_client_survives_ctrl_c_in_the_terminal() -> None:
     assert process.call(target, "pid") == pid
 
 
+def test_client_runs_no_signal_handler_of_the_trainer(tmp_path: Path) -> None:
+    """A scheduler signals all processes of a job: two that write the same checkpoint would spoil it."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / str(os.getpid())).touch())
+    try:
+        process, target = ClientProcess(), Target()
+        pid = process.call(target, "pid")
+        os.kill(pid, signal.SIGUSR1)
+        assert process.call(target, "wait_for", "/") == "came" and process.call(target, "pid") == pid
+        assert not list(tmp_path.iterdir())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
     process, target = ClientProcess(), Target()
@@ -288,6 +323,35 @@ def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
     with pytest.raises(StoreError, match=r"can be started: .*temporarily unavailable") as caught:
         ClientProcess().call(Target(), "pid")
     assert caught.value.retry == "later"
+
+
+def test_client_that_gets_no_more_threads_refuses_and_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, served = threading.Thread.start, []
+
+    def start_two(thread: threading.Thread) -> None:
+        if getattr(thread._target, "__name__", "") == "serve":  # type: ignore[attr-defined]
+            served.append(thread)  # in the client
+            if len(served) > 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.2)  # then it is asked whether it lives
+    process, target = ClientProcess(), Target()
+    with ThreadPoolExecutor(2) as pool:
+        pid = process.call(target, "pid")
+        flag, begun = tmp_path / "flag", [tmp_path / "1", tmp_path / "2"]
+        waiting = [pool.submit(process.call, target, "wait_for", str(flag), str(path)) for path in begun]
+        wait_until(lambda: all(path.exists() for path in begun), "both threads are busy")
+        with pytest.raises(StoreError, match="can't start new thread; raise the limit") as caught:
+            process.call(target, "echo", b"x" * 10_000_000)
+        assert caught.value.retry == "later"
+        time.sleep(0.5)
+        flag.touch()
+        assert [request.result(PATIENCE) for request in waiting] == ["came", "came"]
+    assert process.call(target, "pid") == pid
 
 
 # --- What its parent may do ---------------------------------------------------------------------------------

@@ -401,6 +401,56 @@ def test_guard_removed_consumer_waits_for_a_deferred_sample_for_ever(
     assert len(errors) == 1
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_sample_that_another_run_reads_is_read_where_no_thread_can_look_for_it(
+    grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(2):
+        (tmp_path / "data" / str(i)).write_bytes(bytes([i]) * 1000)
+    source, cache = files_of(tmp_path / "data"), Cache(tmp_path / "cache")
+    if grouped:
+        source.groups = lambda indices: [indices]  # type: ignore[method-assign]
+        source.read_group = lambda indices, wait: [  # type: ignore[method-assign]
+            source.read(index, wait) for index in indices
+        ]
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fastload-deferred":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert cache._lock_inflight(key(0))
+    opened = prefetcher(source, cache)
+    opened.request([0, 1])
+    assert [bytes(opened.get(i)) for i in range(2)] == [bytes([i]) * 1000 for i in range(2)]
+    wait_until(lambda: opened.outstanding() == NOTHING, "all bytes were let go")
+    opened.close()
+
+
+def test_deferred_sample_that_is_cancelled_as_it_gets_its_lock_gives_the_lock_back(
+    locked: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, reserve = locked._samples._cache, locked._deferred._reserve
+    assert cache is not None
+
+    def reserve_and_cancel(read: Read) -> bool:
+        if not reserve(read):
+            return False
+        locked.cancel([read.index])
+        return True
+
+    monkeypatch.setattr(locked._deferred, "_reserve", reserve_and_cancel)
+    monkeypatch.setattr(locked._deferred, "_overtake", lambda reads: None)
+    locked.request([0])
+    wait_until(lambda: locked._deferred._requests, "the sample is deferred")
+    cache._unlock_inflight(key(0))
+    wait_until(lambda: locked.outstanding() == NOTHING, "the sample is cancelled")
+    assert cache._lock_inflight(key(0))
+
+
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.stress, id="guard_removed")])
 def test_ranges_of_one_object_take_its_inflight_lock_once(
     guarded: bool,

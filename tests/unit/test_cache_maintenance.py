@@ -64,6 +64,41 @@ def test_fix_leaves_a_living_writers_segment(open_cache: Callable[..., Cache]) -
     assert len(segments(Path(cache.path))) == 1 and key in content
 
 
+def test_fix_keeps_a_segment_that_a_process_fills_meanwhile(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    fill(cache, 1)
+    writer, key = cache._open_or_raise().writer, cache.key("late")
+    assert writer is not None
+    items, looks = index_module.Index.items, []
+
+    def items_before_it_fills(index: index_module.Index) -> list[tuple[bytes, bytes]]:
+        found = items(index)
+        looks.append(len(found))
+        if len(looks) == 2:  # for the segments in use; the first look was for the records to verify
+            writer._leave_segment()
+            assert cache.write(key, b"late") and cache.flush(30)
+            writer._leave_segment()
+        return found
+
+    monkeypatch.setattr(index_module.Index, "items", items_before_it_fills)
+    assert cache.check(fix=True).freed_bytes == 0
+    assert cache.read(key) == b"late"
+
+
+def test_entry_of_a_segment_that_has_gone_is_a_miss_once(open_cache: Callable[..., Cache]) -> None:
+    cache = open_cache()
+    ((key, payload),) = fill(cache, 1).items()
+    entry = cache.lookup(key)
+    assert entry is not None
+    cache._open_or_raise().index.remove_segments([entry.segment], 0)
+    cache.close()
+    assert cache.read(key) is None
+    assert cache.write(key, payload) and cache.flush(30)
+    assert cache.read(key) == payload
+
+
 def test_scan_steps_over_damage_and_forgeries(open_cache: Callable[..., Cache]) -> None:
     """A payload that imitates records, behind a broken header, is not taken for any."""
     cache = open_cache()

@@ -174,6 +174,26 @@ def test_second_loader_on_one_log_ends_the_first_ones(tmp_path: Path) -> None:
     assert len(steps(tmp_path)) == 10
 
 
+def test_forked_child_leaves_the_log_to_its_parent(tmp_path: Path) -> None:
+    """As one that writes checkpoints."""
+    loader = loader_of(tmp_path)
+    batches = iter(loader)
+    next(batches)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(batches)
+            loader.state_dict()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert next(batches).tolist() == [4, 5, 6, 7]
+    loader.state_dict()
+    assert loader.stats()["counters"].get("log.errors", 0) == 0
+    assert [step[0] for step in steps(tmp_path)] == [0, 1]
+
+
 def test_loader_with_a_log_pickles(tmp_path: Path) -> None:
     loader = loader_of(tmp_path)
     list(loader)
