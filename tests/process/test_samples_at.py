@@ -305,6 +305,16 @@ def test_orders_of_the_last_epochs_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
         loader.samples_at(1, 3)
 
 
+def test_states_of_the_last_two_epochs_are_kept() -> None:
+    """Those of torch's generator take kilobytes each."""
+    loader = DataLoader(range(8), **({"batch_size": 4} | ORDERS["weighted"](8)))  # type: ignore[arg-type]
+    run(loader, epochs=5)
+    kept = ["forgotten" not in order for order in loader.state_dict()["history"]]
+    assert kept == [False, False, False, True, True]
+    with pytest.raises(ArgumentError, match=r"order of epoch 2 .* is kept for the last two epochs only"):
+        loader.samples_at(0, 2)
+
+
 @pytest.mark.parametrize("order", ["in order", "weighted"])
 def test_iteration_costs_the_same_after_hundreds_of_others(order: str) -> None:
     loader = DataLoader(range(8), **({"batch_size": 4} | ORDERS[order](8)))  # type: ignore[arg-type]

@@ -347,7 +347,7 @@ class Bulk(Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        return index, 1
+        return index, 0
 
     def __getitems__(self, indices: list[int]) -> Any:
         return [(index, len(indices)) for index in indices]
@@ -365,9 +365,9 @@ def test_getitems_inside_a_map_or_stack_is_called_once_a_batch(opened: Any) -> N
 
 def test_getitem_is_called_where_torch_calls_it_beside_rows(opened: Any) -> None:
     concat: Any = ConcatDataset([fastload.map(opened("b"), as_dict), Bulk()])
-    assert list(DataLoader(concat, 4, sampler=range(8, 12), collate_fn=list)) == [[(n, 1) for n in range(4)]]
+    assert list(DataLoader(concat, 4, sampler=range(8, 12), collate_fn=list)) == [[(n, 0) for n in range(4)]]
     stack: Any = StackDataset(opened("b"), Bulk())
-    assert [told(bulk) for _, bulk in DataLoader(stack, None)] == [[n, 1] for n in range(8)]
+    assert [told(bulk) for _, bulk in DataLoader(stack, None)] == [[n, 0] for n in range(8)]
 
 
 @pytest.mark.parametrize("wrap", [lambda part: part, lambda part: fastload.map(part, tuple)])
