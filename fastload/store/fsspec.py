@@ -116,7 +116,7 @@ class FsspecStore(Store):
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
         self._takes_turns = not self._asynchronous and protocol not in _SHARED_BY_THREADS
-        turn = threading.Lock if self._takes_turns else contextlib.nullcontext
+        turn = threading.RLock if self._takes_turns else contextlib.nullcontext
         self._turn: ProcessLocal[Any] = ProcessLocal(turn)
 
     def __reduce__(self) -> tuple[Any, ...]:
