@@ -121,7 +121,7 @@ class ColumnGroups(Prefetcher):
         self.forms = forms
         self._groups, self._index, self._schema, self._fields = groups, index, schema, fields
         self._most_bytes = 2 * most_bytes
-        self._lock = threading.Lock()  # of all that follows; `cancel`, as the base has it, never waits for it
+        self._own_lock = threading.Lock()  # of all that follows; `cancel`, as the base has it, never waits for it
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last
         self._damaged: dict[int, DecodeError] = {}
@@ -131,7 +131,7 @@ class ColumnGroups(Prefetcher):
         self._table: tuple[int, Any] | None = None  # of which single rows were asked for
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
-        with self._lock:
+        with self._own_lock:
             known = self._requested.union(self._damaged, self._held)
             missing = [number for number in indices if number not in known]
             self._requested.update(missing)
@@ -150,7 +150,7 @@ class ColumnGroups(Prefetcher):
 
     def chunk(self, number: int) -> Chunk:
         with self._loading:
-            with self._lock:
+            with self._own_lock:
                 chunk = self._held.pop(number, None)
                 if chunk is not None:
                     self._held[number] = chunk
@@ -193,7 +193,7 @@ class ColumnGroups(Prefetcher):
         return table if len(places) == len(table) else table.take(pa.array(places))
 
     def _hold(self, number: int, chunk: Chunk) -> None:
-        with self._lock:
+        with self._own_lock:
             size = chunk.nbytes
             while self._held and sum(held.nbytes for held in self._held.values()) + size > self._most_bytes:
                 first = next(iter(self._held))
