@@ -121,7 +121,8 @@ class ColumnGroups(Prefetcher):
         self.forms = forms
         self._groups, self._index, self._schema, self._fields = groups, index, schema, fields
         self._most_bytes = 2 * most_bytes
-        self._own_lock = threading.Lock()  # of all that follows; `cancel`, as the base has it, never waits for it
+        # Of all that follows, where the base has one of its own, for which its `cancel` never waits.
+        self._own_lock = threading.Lock()
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last
         self._damaged: dict[int, DecodeError] = {}
