@@ -57,7 +57,7 @@ def draw(lines: Lines, path: Path) -> list[Path]:
         }
 
     def specification(colours: Colours) -> Specification:
-        panels = {"memory": "memory, MB (PSS)", "descriptors": "open files", "rate": "images/s"}
+        panels = {"memory": "memory, MB", "descriptors": "open files", "rate": "images/s"}
         return {"vconcat": [panel(name, title, colours) for name, title in panels.items()]}
 
     return write_both(specification, path)
