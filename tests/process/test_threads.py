@@ -200,22 +200,6 @@ def test_errors_are_those_without_threads(workers: int, seed: int | None) -> Non
             assert outcome(on_error, 4, first) == outcome(on_error, 0, first)
 
 
-class Unprintable(int):
-    def __repr__(self) -> str:
-        raise ValueError("no repr")
-
-
-@pytest.mark.parametrize("threads", [0, 2])
-def test_index_without_a_repr_is_an_error_of_its_sample(threads: int) -> None:
-    """A seed is a function of it."""
-    loader = DataLoader(Numbers(4), sampler=[0, Unprintable(1), 2], batch_size=1, threads=threads, seed=1)
-    batches = iter(loader)
-    assert int(next(batches)) == 0
-    with pytest.raises(ValueError, match="no repr"):
-        next(batches)
-    assert int(next(batches)) == 2
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_loader_that_is_closed_in_the_middle_ends_its_threads(

@@ -493,6 +493,8 @@ def spawned(dataset: Any) -> int:
     """Bytes that a process that is being spawned gets of the dataset."""
 
     class Popen:
+        _fds = ()
+
         def duplicate_for_child(self, descriptor: int) -> int:
             return descriptor
 
