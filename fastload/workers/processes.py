@@ -10,6 +10,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 import time
 import warnings
 import weakref
@@ -41,6 +42,8 @@ _CANNOT_PICKLE = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+_FORK_MAY_STOP = sys.version_info < (3, 11, 10)
+_FORK_PATIENCE = 10.0  # seconds
 _SHUTDOWN_GRACE = 5.0  # seconds for a worker to finish its batch and write out its cache
 
 
@@ -128,12 +131,9 @@ class WorkerProcesses(Workers):
 
     def _start(self, worker_id: int) -> _Handle:
         ours, theirs = Channel.pair()
-        arguments = (self._setup, worker_id, theirs, os.getpid())
-        process = self._context.Process(target=worker_main, args=arguments)
-        process.daemon = True
         try:
             with self._interrupts_held():
-                process.start()
+                process = self._launch((self._setup, worker_id, theirs, os.getpid()))
         except BaseException as error:
             ours.close()
             if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
@@ -143,6 +143,32 @@ class WorkerProcesses(Workers):
             # Only the worker may hold this end: otherwise its death would not be an end-of-file here.
             theirs.close()
         return _Handle(process, ours, SlotMap(self._pin))
+
+    def _launch(self, arguments: tuple[Any, ...]) -> Any:
+        """Return a process that runs `worker_main`.
+
+        In Python before 3.11.10, a fork can stop in the child for ever if a thread of C++ begins or ends at
+        that moment, as gloo's do (CPython's issue 112275). There the child says that it runs, or is replaced.
+        """
+        if not (_FORK_MAY_STOP and self._context.get_start_method() == "fork"):
+            process: Any = self._context.Process(target=worker_main, args=arguments, daemon=True)
+            process.start()
+            return process
+        runs, tells = os.pipe()
+        poll = select.poll()
+        poll.register(runs, select.POLLIN)
+        try:
+            while True:
+                pipe = (runs, tells)
+                process = self._context.Process(target=_tell_and_run, args=(pipe, arguments), daemon=True)
+                process.start()
+                if poll.poll(1000 * _FORK_PATIENCE):
+                    return process
+                process.kill()
+                process.join()
+        finally:
+            os.close(runs)
+            os.close(tells)
 
     @contextmanager
     def _interrupts_held(self) -> Iterator[None]:
@@ -314,6 +340,13 @@ class WorkerProcesses(Workers):
                     worker.process.join(timeout=1)
         for worker in self._workers:
             worker.slots.close()  # who has an exhausted iterator does not need their memory
+
+
+def _tell_and_run(pipe: tuple[int, int], arguments: tuple[Any, ...]) -> None:
+    os.write(pipe[1], b"1")
+    for end in pipe:
+        os.close(end)
+    worker_main(*arguments)
 
 
 @atexit.register

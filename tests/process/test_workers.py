@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 from fastload import ByEpoch, DataLoader, ObjectDataset
 from fastload.errors import WorkerError
 from fastload.store.node import SharedFile
+from fastload.workers import processes
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -398,6 +399,23 @@ def test_slots_are_used_again() -> None:
     loader = DataLoader(Numbers(300, picture), batch_size=4, num_workers=1)
     addresses = {batch.data_ptr() for batch in loader}
     assert len(addresses) <= 6
+
+
+def test_worker_whose_fork_stops_is_forked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CPython's issue 112275 stops one in Python 3.11 before 3.11.10."""
+
+    def stop_once(*arguments: Any) -> None:
+        if not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            threading.Event().wait()
+        run(*arguments)
+
+    run = processes._tell_and_run
+    monkeypatch.setattr(processes, "_FORK_MAY_STOP", True)
+    monkeypatch.setattr(processes, "_FORK_PATIENCE", 0.5)
+    monkeypatch.setattr(processes, "_tell_and_run", stop_once)
+    batches = list(DataLoader(Numbers(4), 1, num_workers=2, multiprocessing_context="fork"))
+    assert (tmp_path / "stopped").exists() and [int(batch) for batch in batches] == [0, 1, 2, 3]
 
 
 def test_exhausted_iterator_holds_no_slots() -> None:
