@@ -32,7 +32,13 @@ from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.views import StreamDataset, current_reader, note_prefetch, overriding_method
+from fastload.datasets.views import (
+    FLUSH_SECONDS,
+    StreamDataset,
+    current_reader,
+    note_prefetch,
+    overriding_method,
+)
 from fastload.datasets.warm import Filling, ToRead, Warmed, find_missing
 from fastload.distributed.frameworks import warn_of_trainer
 from fastload.errors import ArgumentError, FastloadError
@@ -227,7 +233,7 @@ class StoreDataset(Dataset[Any]):
         prefetcher = self._prefetchers.peek()
         return 0 if prefetcher is None else -(-prefetcher.outstanding().samples // self._objects_of_sample)
 
-    def _flush_cache(self, timeout: float = 60.0) -> None:
+    def _flush_cache(self, timeout: float = FLUSH_SECONDS) -> None:
         """See `CacheFilling`."""
         if self.cache is not None:
             self.cache._flush_epoch(timeout)

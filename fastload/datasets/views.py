@@ -44,6 +44,8 @@ current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
 # Set while rows are filled by another thread than the one that wants them: whether it wants them no more.
 stopping: ContextVar[threading.Event | None] = ContextVar("stopping", default=None)
 
+FLUSH_SECONDS = 60.0  # to wait for the writer of a cache
+
 Prefetches = list[tuple[Any, list[Any]]]  # (dataset, indices that it was told to prefetch)
 
 _prefetches: ContextVar[Prefetches | None] = ContextVar("prefetches", default=None)
@@ -70,7 +72,7 @@ def note_prefetch(dataset: Any, indices: list[Any]) -> None:
 class CacheFilling(Protocol):
     """A dataset that fills a cache in the background."""
 
-    def _flush_cache(self, timeout: float = 60.0) -> None:
+    def _flush_cache(self, timeout: float = FLUSH_SECONDS) -> None:
         """Wait until all samples that were read are in the cache, for other processes too.
 
         Args:

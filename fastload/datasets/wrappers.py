@@ -37,6 +37,7 @@ from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.store_dataset import StoreDataset
 from fastload.datasets.store_view import ColumnsView, StoreView
 from fastload.datasets.views import (
+    FLUSH_SECONDS,
     AnnouncedView,
     CacheFilling,
     OverriddenView,
@@ -236,7 +237,7 @@ class CachedDataset(Dataset[Any]):
         """Return the key under which the cache has a sample, as of a `StoreDataset`."""
         return [self._key(self._checked(index))]
 
-    def _flush_cache(self, timeout: float = 60.0) -> None:
+    def _flush_cache(self, timeout: float = FLUSH_SECONDS) -> None:
         """See `CacheFilling`."""
         self.cache._flush_epoch(timeout)
 

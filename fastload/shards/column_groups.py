@@ -121,7 +121,7 @@ class ColumnGroups(Prefetcher):
         self.forms = forms
         self._groups, self._index, self._schema, self._fields = groups, index, schema, fields
         self._most_bytes = 2 * most_bytes
-        # Of all that follows, where the base has one of its own, for which its `cancel` never waits.
+        # For all that follows. The lock of the base is for its reads, and its `cancel` never waits for it.
         self._own_lock = threading.Lock()
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last

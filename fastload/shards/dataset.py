@@ -22,6 +22,7 @@ from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import StoreDataset, some_of
+from fastload.datasets.views import FLUSH_SECONDS
 from fastload.datasets.warm import ToRead, Warmed
 from fastload.fetch.reads import Source, record_name, split_name
 from fastload.images.rng import mix_all
@@ -221,7 +222,7 @@ class ShardDataset(StoreDataset):
         """Return a text that decides which record of a shard has which number."""
         return self._form.code
 
-    def _flush_cache(self, timeout: float = 60.0) -> None:
+    def _flush_cache(self, timeout: float = FLUSH_SECONDS) -> None:
         here = self._here.peek()
         if here is not None and self.cache is not None:
             here.pending.settle()

@@ -24,7 +24,16 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, default_collate, default_convert, graph_settings
 
 from fastload.datasets.sample_fields import ordinary_memory
-from fastload.datasets.views import Allocate, CacheFilling, RowErrors, RowRequests, View, numbers_of, stopping
+from fastload.datasets.views import (
+    FLUSH_SECONDS,
+    Allocate,
+    CacheFilling,
+    RowErrors,
+    RowRequests,
+    View,
+    numbers_of,
+    stopping,
+)
 from fastload.datasets.wrappers import by_epoch, fastload_datasets, inner_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.kernel import take_by_libjpeg
@@ -40,7 +49,6 @@ from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
 from fastload.workers.streams import StreamOver, StreamReader, TakeNext, dataset_state, resume_fetcher
 
-_FLUSH_SECONDS = 60.0
 _FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
 
@@ -208,7 +216,7 @@ class BatchMaker(BatchSource):
             )
         self._fillers = ThreadPoolExecutor(_FILLERS, "fastload-fill")  # starts none before it is used
         # The last batch waits for this, and its consumer must not time out.
-        self._flush_seconds = min(_FLUSH_SECONDS, setup.timeout / 2 or math.inf)
+        self._flush_seconds = min(FLUSH_SECONDS, setup.timeout / 2 or math.inf)
 
     def start_epoch(self, start: EpochStart) -> None:
         if self._streams is not None:

@@ -151,17 +151,13 @@ class WorkerProcesses(Workers):
         that moment, as gloo's do (CPython's issue 112275). There the child says that it runs, or is replaced.
         """
         if not (_FORK_MAY_STOP and self._context.get_start_method() == "fork"):
-            process: Any = self._context.Process(target=worker_main, args=arguments, daemon=True)
-            process.start()
-            return process
+            return self._start_process(worker_main, arguments)
         runs, tells = os.pipe()
         poll = select.poll()
         poll.register(runs, select.POLLIN)
         try:
             while True:
-                pipe = (runs, tells)
-                process = self._context.Process(target=_tell_and_run, args=(pipe, arguments), daemon=True)
-                process.start()
+                process = self._start_process(_tell_and_run, ((runs, tells), arguments))
                 if poll.poll(1000 * _FORK_PATIENCE):
                     return process
                 process.kill()
@@ -169,6 +165,11 @@ class WorkerProcesses(Workers):
         finally:
             os.close(runs)
             os.close(tells)
+
+    def _start_process(self, target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+        process = self._context.Process(target=target, args=arguments, daemon=True)
+        process.start()
+        return process
 
     @contextmanager
     def _interrupts_held(self) -> Iterator[None]:
