@@ -170,7 +170,7 @@ class TorchDctDecoder(ImageDecoder):
 @contextlib.contextmanager
 def exact_float32(device: torch.device) -> Iterator[None]:
     """Compute float32 as float32: the script's autocast and TF32 change no pixel."""
-    # Each matmul, and what it inherits from where it has none of its own: that of cudnn is for all of CUDA.
+    # Each matmul's switch, and the one that it inherits from. That of cudnn stands for all of CUDA.
     matmuls: list[tuple[Any, Any]] = [
         (torch.backends.cuda.matmul, torch.backends.cudnn),
         (getattr(torch.backends.mkldnn, "matmul", None), torch.backends.mkldnn),

@@ -354,7 +354,7 @@ class DevicePrefetcher:
 
     def _send(self, host: Any, started: _Started) -> None:
         device = self._device
-        # By themselves: an object's `to` may put the moved ones in their place.
+        # Kept by themselves: an object's `to` may replace its tensors by the moved ones.
         tensors = list(tree_leaves(host)) if self.copies else []
         with device.side():
             # The memory of dropped batches is given out again on this stream. `keep` tells the allocator who

@@ -364,8 +364,8 @@ class Fused(Crop):
         steps, count = steps_of(self._transform), len(self.fused)
         if list(map(_state_of, steps[:count])) != self._states or steps[count:] != self._rest:
             raise ArgumentError(
-                f"transform= was changed after fuse(), which does not follow: "
-                f"fused were {', '.join(self.fused)}, and found {', '.join(map(repr, steps))}. "
+                f"transform= was changed after fuse(), which does not follow: the fused steps are "
+                f"{', '.join(self.fused)}, and those of the transform {', '.join(map(repr, steps))}. "
                 "Set dataset.transform = fuse(...) of it, or give ByEpoch({0: fuse(first), 18: fuse(second)})"
             )
 
