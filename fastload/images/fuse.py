@@ -271,11 +271,15 @@ class Fused(Crop):
         self._crop = crop
         self._before, self._after = planned.before, planned.after
         self._values = planned.values
-        self.fused = tuple(map(repr, planned.fused))
+        self._fused = tuple(map(repr, planned.fused))
         self._states, self._rest = list(map(_state_of, planned.fused)), planned.kept
         self._clamp = crop._clamp
         self._fills_rows = crop._fills_rows and self._values is not None and not self._rest
         self._draws = crop._draws or bool(self._before or self._after)
+
+    @property
+    def fused(self) -> tuple[str, ...]:
+        return self._fused
 
     @property
     def kept(self) -> tuple[str, ...]:
