@@ -13,11 +13,11 @@ from typing import Any
 from bench.data import PHOTOS, RESULTS
 
 
-def make_parser(doc: str | None, *, save: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of a command, which shows `doc` as it stands; `save` gives it --save."""
+def make_parser(doc: str | None, *, results: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a command, which shows `doc` as it stands; `results` gives it --results."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if save:
-        parser.add_argument("--save", action="store_true", help="write bench/results/NAME-DATE.json")
+    if results:
+        parser.add_argument("--results", type=Path, metavar="FOLDER", help="write NAME-DATE.json into it")
     return parser
 
 
@@ -38,12 +38,15 @@ def begin(name: str) -> dict[str, Any]:
     return {"bench": name, **describe_machine(), "load_before": os.getloadavg()}
 
 
-def finish(document: dict[str, Any], *, save: bool) -> None:
-    """Add the load at the end, and show both; with `save`, write the document into bench/results."""
+def finish(document: dict[str, Any], results: Path | None = None) -> None:
+    """Show the tables of the document and the load before and after it; write it into `results`."""
+    from bench.show import singles
+
     document["load_after"] = os.getloadavg()
+    print(singles.tables(document))
     print(f"load before and after: {document['load_before'][0]:.1f}, {document['load_after'][0]:.1f}")
-    if save:
-        print(f"written: {write_result(document)}")
+    if results:
+        print(f"written: {write_result(document, folder=results)}")
 
 
 def write_result(document: dict[str, Any], suffix: str = "", folder: Path = RESULTS) -> Path:

@@ -41,8 +41,8 @@ import numpy as np
 import psutil
 import xxhash
 
-from bench.command import begin, make_parser, write_result
-from bench.data import RESULTS, ROOT, ROUND_TRIP, WORKERS, WORKPLACE
+from bench.command import begin, finish, make_parser
+from bench.data import ROOT, ROUND_TRIP, WORKERS, WORKPLACE
 
 QUALITY, WIDTH, HEIGHT = 92, 1056, 784  # of the photos: 323 KB each, as those of RetinaNet
 FOLDER = "retinanet"
@@ -270,14 +270,12 @@ def measure(python: Path, place: Place, chosen: list[Contender], repeats: int) -
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--python", type=Path, required=True, help="of an environment with DLIO")
     parser.add_argument("--files", type=int, default=2400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="a pattern in the names of contenders")
     parser.add_argument("--mode", default="raw", help="of the cache that 3 accelerators share")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
-    parser.add_argument("--suffix", default="", help="of its name")
     given = parser.parse_args()
     chosen = [each for each in contenders(given.mode) if re.search(given.only, each.name)]
     if not chosen:
@@ -300,16 +298,5 @@ def main() -> None:
             name: {field: [getattr(epoch, field) for epoch in epochs] for field in Epoch._fields}
             for name, epochs in runs.items()
         },
-        "load_after": os.getloadavg(),
     }
-    print(table(document))
-    print(f"written: {write_result(document, given.suffix, given.results)}")
-
-
-def table(document: dict[str, Any]) -> str:
-    """Medians, in Markdown."""
-    lines = ["| | AU | images/s | cores |", "|---|---|---|---|"]
-    for name, epochs in document["epochs"].items():
-        au, rate, cores = (statistics.median(epochs[field]) for field in Epoch._fields)
-        lines.append(f"| {name} | {au:.0f} | {rate:,.0f} | {cores:.2f} |")
-    return "\n".join(lines)
+    finish(document, given.results)

@@ -1,7 +1,6 @@
 """Rows a second of a table of numbers on one core: columns, rows, and what others make of the same file.
 
     python -m bench columns [--rows 2000000] [--columns 20] [--batch 4096 16384 65536] [--rounds 5]
-                            [--save]
 
 One Parquet file of float32 columns on the local disk, in row groups of 64,000 rows; shuffled where the side
 can. Each side runs in a process of its own that is bound to one core, and the sides take turns. A round reads
@@ -17,8 +16,7 @@ time of the process and its workers. On a busy machine only the CPU time says so
     datasets           Hugging Face's `with_format("torch")` in torch's loader, shuffled; of a twentieth
     datasets, batched  the same, asked for whole batches (`__getitems__`)
 
-The last two run in an environment of their own, see `bench.peers.environment`. --save writes
-bench/results/columns-DATE.json.
+The last two run in an environment of their own, see `bench.peers.environment`.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
 
 from bench.command import begin, finish, make_parser
 from bench.data import ROOT
@@ -123,16 +119,6 @@ def run(side: str, python: str, path: Path, cache: Path, size: int) -> tuple[flo
     return rows / wall, rows / cpu
 
 
-def show(medians: dict[tuple[int, str], tuple[float, float]]) -> Table:
-    table = Table(title="thousands of rows a second, medians")
-    for name in ("batch", "side", "wall", "CPU", "CPU, of arrow's"):
-        table.add_column(name, justify="left" if name == "side" else "right")
-    for (size, side), (wall, cpu) in medians.items():
-        share = cpu / medians[size, "arrow"][1]
-        table.add_row(f"{size:,}", side, f"{wall / 1e3:,.1f}", f"{cpu / 1e3:,.1f}", f"{share:.3f}")
-    return table
-
-
 def peer_python() -> str | None:
     """A Python that has Hugging Face's datasets, if it can be installed."""
     try:
@@ -148,7 +134,7 @@ def _medians(found: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--columns", type=int, default=20)
     parser.add_argument("--batch", type=int, nargs="+", default=[4096, 16384, 65536])
@@ -169,10 +155,9 @@ def main() -> None:
                     done = run(side, python, path, Path(scratch, f"{side} of {path.stem}"), size)
                     results.setdefault((size, side), []).append(done)
     medians = {case: _medians(found) for case, found in results.items()}
-    Console().print(show(medians))
     document |= {"rows": arguments.rows, "rounds": arguments.rounds, "columns": arguments.columns}
     document["results"] = [
         {"batch": size, "side": side, "rows_per_second": wall, "rows_per_cpu_second": cpu}
         for (size, side), (wall, cpu) in medians.items()
     ]
-    finish(document, save=arguments.save)
+    finish(document, arguments.results)

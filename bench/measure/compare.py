@@ -36,7 +36,7 @@ from rich.status import Status
 
 from bench.command import describe_machine, make_parser, write_result
 from bench.data import BATCH, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder
-from bench.measure import growth, handover, object_sizes
+from bench.measure import growth, handover, object_sizes, parts
 from bench.measure.limits import Limits, bare_get, handing_over, machine_limits
 from bench.measure.record import QUICK, Record, Scale, commit
 from bench.measure.sections import CORES, Case, Course, Place, choose_workers, load, take_turns
@@ -80,7 +80,7 @@ def install(console: Console) -> dict[str, Any]:
 
     build_pillow()
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(make, sorted({contender.script for contender in ALL})))
+        list(pool.map(make, sorted({*(contender.script for contender in ALL), *parts.SCRIPTS})))
     return {"reasons": reasons, "minutes": (time.perf_counter() - start) / 60}
 
 
@@ -285,6 +285,10 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))
     record.step("larger objects")
     sizes = record.part("growth, sizes", lambda: object_sizes.sizes(scale.object_bytes, scale.repeats))
+    singles = {}
+    for words in scale.parts:
+        record.step(words[0])
+        singles[words[0]] = record.part(words[0], lambda words=words: parts.measured(words))
     return {
         "bench": "compare",
         "schema": 1,
@@ -311,6 +315,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
         "limits": [limit for part in found for limit in part["limits"]],
         "machine_limits": machine,
         "growth": {"workers": workers, "objects": objects, "sizes": sizes},
+        "parts": singles,
     }
 
 

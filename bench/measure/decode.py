@@ -115,7 +115,7 @@ def medians(rates: Rates) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=int, default=256, help="photos in memory (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
@@ -137,4 +137,4 @@ def main() -> None:
     psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
     console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
     result |= {"psnr_db": psnr, "backend": backend()}
-    finish(result, save=options.save)
+    finish(result)

@@ -1,6 +1,6 @@
 """A torchvision transform as it is, and through `fastload.fuse`: images a second and CPU time.
 
-    python -m bench fuse [--rounds 5] [--save]
+    python -m bench fuse [--rounds 5]
 
 Local photos of 138 KB in the page cache, `ImageFolder`, 2 workers. Every form has its loader, whose workers
 stay; after an epoch to warm up, the forms take turns, an epoch each. CPU time is that of the process and its
@@ -14,13 +14,11 @@ import time
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 import fastload
 from bench.command import begin, finish, make_parser
 from bench.data import BATCH, SIZE, WORKERS, photo_folder
 from bench.peers.scripts.torchvision_on_cpu import torchvision
-from fastload.cli.report import figures
 
 PHOTOS = 400
 _v1: Any = torchvision.transforms
@@ -76,19 +74,14 @@ def measure(steps: list[Any], rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     document = begin("fuse")
-    table = figures("steps", "measure", "plain", "fused", "times better")
-    table.title = f"{PHOTOS} photos, batch {BATCH}, {WORKERS} workers, medians of {arguments.rounds}"
     rows = []
     for name, steps in PIPELINES.items():
         found = measure(steps, arguments.rounds)
         for what in found["plain"]:
             plain, fused = (statistics.median(found[form][what]) for form in ("plain", "fused"))
-            ratio = fused / plain if what == "images/s" else plain / fused
-            rows.append({"steps": name, "what": what, "plain": plain, "fused": fused, "ratio": ratio})
-            table.add_row(name, what, f"{plain:,.2f}", f"{fused:,.2f}", f"{ratio:.2f}")
-    Console().print(table)
-    finish(document | {"rows": rows}, save=arguments.save)
+            rows.append({"steps": name, "what": what, "plain": plain, "fused": fused})
+    finish(document | {"rows": rows}, arguments.results)

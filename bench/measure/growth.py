@@ -1,6 +1,6 @@
 """Growth of the data set: the start with more objects, and the rate with larger ones.
 
-    python -m bench growth [--quick | --objects N] [--save]
+    python -m bench growth [--quick | --objects N]
 
 Objects: the time from the start of a process to its first batch, with a thousand to ten million objects
 behind the listing of `bench.measure.listing_server`, on this machine and without a round trip; 2 workers; a
@@ -41,7 +41,7 @@ MOST_SECONDS = 240.0
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="the two smallest of each, twice")
     parser.add_argument("--objects", type=int, metavar="N", help="only the start over so many objects")
     parser.add_argument("--start", metavar="JOB", help=argparse.SUPPRESS)
@@ -58,7 +58,7 @@ def main() -> None:
         counts, byte_counts = (given.objects,), ()
     found = {"objects": objects(counts, repeats), "sizes": sizes(byte_counts, repeats) if byte_counts else []}
     show(found)
-    finish(document | found, save=given.save)
+    finish(document | found)
 
 
 # --- objects

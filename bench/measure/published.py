@@ -1,6 +1,6 @@
 """A second, empty machine that takes a published cache.
 
-    python -m bench published [--peers] [--save]
+    python -m bench published
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
 requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`,
@@ -9,9 +9,6 @@ publishes first. The requests are all of a run, those for listings and the pull 
 
 The rate counts from the first batch on; "wait" is the time from the beginning of the epoch to its first
 batch, with the pull of "pulled".
-
-With --peers, loaders that read shards of their own take part, with 2 workers, each in a process that keeps
-running, from the second epoch on; such an epoch reads all again, as on a machine without a cache.
 """
 
 from __future__ import annotations
@@ -26,28 +23,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-
 import fastload
 from bench.command import begin, finish, make_parser
-from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
-from bench.measure.sections import Course, Entrant, Place
-from bench.peers.contenders import COLD, Contender
-from bench.peers.peer import Run, make_own_files
+from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, photo_folder
 from fastload.cache.exchange import pull
 from fastload.cache.remote import close_all
 from fastload.cli.demo.delay_proxy import Counts
 from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
-from fastload.cli.report import figures
 
 CONTENDERS = ("alone", "remote", "pulled", "warm")
-PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
 
 
 class Job(NamedTuple):
@@ -108,50 +96,10 @@ def requests_between(before: Counts, after: Counts) -> int:
     return sum(getattr(after, name) - getattr(before, name) for name in names)
 
 
-def peers() -> list[Contender]:
-    return [replace(one, workers=(WORKERS,)) for one in COLD if one.name in PEERS]
-
-
-def prepare(photos: Path, count: int) -> None:
-    """Make the shards of the peers: before their server starts, because it keeps its listings."""
-    make_shards(photos, count, "tar")
-    make_own_files(photos, peers())
-
-
-@contextmanager
-def started_peers(photos: Path) -> Iterator[tuple[Course, list[Entrant]]]:
-    with serve_s3(photos.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
-        course = Course(
-            Place(photos, server, proxy), later=False, repeats=1, seconds=300, step=lambda _: None
-        )
-        failed: dict[str, str] = {}
-        with course.started(peers(), failed) as entrants:
-            if failed:
-                raise SystemExit(f"peers that do not run here: {failed}")
-            yield course, entrants
-
-
-def report_of(run: Run, requests: int) -> dict[str, Any]:
-    return {
-        "samples": run.images,
-        "rate": (run.images - BATCH) / (run.seconds - run.first_batch),
-        "with_wait": run.rate,
-        "wait": run.first_batch,
-        "requests": requests,
-    }
-
-
-def run_peer(course: Course, entrant: Entrant) -> dict[str, Any]:
-    before = course.place.proxy.counts()
-    run = entrant.peer.epoch(course.seconds)
-    return report_of(run, requests_between(before, course.place.proxy.counts()))
-
-
-def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str, list[dict[str, Any]]]:
+def rounds(photos: Path, count: int, repeats: int) -> dict[str, list[dict[str, Any]]]:
     """The reports of each contender, which take turns."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     with ExitStack() as stack:
-        course, entrants = stack.enter_context(started_peers(photos)) if with_peers else (None, [])
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=photos.parent)))
         (root / "s3" / "packs").mkdir(parents=True)
         shutil.copytree(photos, root / "s3" / "photos", copy_function=os.link)
@@ -163,46 +111,23 @@ def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str
             for name in CONTENDERS:
                 cache = root / ("full" if name == "warm" else f"{name}-{turn}")
                 runs[name].append(run(Job(name, str(cache), "photos", options), proxy, count))
-            for entrant in entrants:
-                assert course is not None
-                runs.setdefault(entrant.contender.name, []).append(run_peer(course, entrant))
     return runs
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--photos", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peers", action="store_true", help=f"beside {'; '.join(PEERS)}")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
         return run_node(Job(*json.loads(given.node)))
     document = begin("published")
-    photos = photo_folder(given.photos)
-    if given.peers:
-        prepare(photos, given.photos)
-    runs = rounds(photos, given.photos, given.repeats, given.peers)
+    runs = rounds(photo_folder(given.photos), given.photos, given.repeats)
     document |= {"photos": given.photos, "repeats": given.repeats}
     names = ("rate", "with_wait", "wait", "requests", "pulled", "child_peak_mb")
     document["medians"] = {
-        name: {one: statistics.median(run[one] for run in reports) for one in names if one in reports[0]}
+        name: {one: statistics.median(run[one] for run in reports) for one in names}
         for name, reports in runs.items()
     }
-    document["of_warm"] = [
-        remote["rate"] / warm["rate"] for remote, warm in zip(runs["remote"], runs["warm"], strict=True)
-    ]
-    document["runs"] = runs
-    show(document)
-    finish(document, save=given.save)
-
-
-def show(document: dict[str, Any]) -> None:
-    table = figures("", "images/s", "with the wait", "wait s", "requests")
-    table.title = f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
-    for name, found in document["medians"].items():
-        rates = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
-        table.add_row(name, *rates, f"{found['requests']:,.0f}")
-    Console().print(table)
-    ratios = ", ".join(f"{ratio:.2f}" for ratio in document["of_warm"])
-    print(f"remote of warm, by rounds: {ratios}")
+    finish(document | {"runs": runs}, given.results)

@@ -1,6 +1,6 @@
 """Parts of large objects: `File(range=)` beside a torch dataset with ranged reads of boto3 and of s3fs.
 
-`python -m bench ranges [--parts 1600] [--repeats 5] [--quick] [--save]`. Parts of 64 KB of objects of 25 MB,
+`python -m bench ranges [--parts 1600] [--repeats 5] [--quick]`. Parts of 64 KB of objects of 25 MB,
 on an S3 server 20 ms away that runs on the same cores; 2 workers; batches of 32; no cache. All contenders
 take turns, and each starts its workers anew. In order, neighbours of a batch come by one request.
 """
@@ -8,22 +8,18 @@ take turns, and each starts its workers anew. In order, neighbours of a batch co
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 import fastload
 from bench.command import begin, finish, make_parser
 from bench.data import ROUND_TRIP, WORKERS, WORKPLACE
-from bench.measure.epochs import median_ratio
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import figures
 
 PART, PER_OBJECT, BATCH = 64 << 10, 400, 32
 OURS, IN_ORDER, BOTO3, S3FS = "fastload, shuffled", "fastload, in order", "torch + boto3", "torch + s3fs"
@@ -109,12 +105,11 @@ def rate(loader: Any, parts: int) -> float:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--parts", type=int, default=1600)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
     given = parser.parse_args()
-    console = Console(width=110)
     torch.set_num_threads(1)
     document = begin("ranges")
     rows = rows_of(given.parts)
@@ -129,14 +124,4 @@ def main() -> None:
                 rates.setdefault(name, []).append(rate(loader, given.parts))
                 if isinstance(loader, fastload.DataLoader):
                     requests[name] = loader.stats()["counters"]["store.gets"]
-    table = figures("", "parts/s", "min", "max", "requests")
-    table.title = f"parts of {PART >> 10} KB, {1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers"
-    for name, made in rates.items():
-        shown = (f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made)))
-        table.add_row(name, *shown, f"{requests.get(name, given.parts):,.0f}")
-    console.print(table)
-    ratios = {f"{OURS} / {name}": median_ratio(rates[OURS], rates[name]) for name in (BOTO3, S3FS)}
-    for name, ratio in ratios.items():
-        console.print(f"{name:52}{ratio:6.2f}")
-    document |= {"parts": given.parts, "rates": rates, "requests": requests, "ratios": ratios}
-    finish(document, save=given.save)
+    finish(document | {"parts": given.parts, "rates": rates, "requests": requests}, given.results)

@@ -10,8 +10,8 @@ Contenders take turns, each time in new processes: torch's loader, and fastload'
 (torch's default), with eight, and with num_workers="auto". The limit of "auto" is --workers here, and all
 cores count as idle, as the samples only sleep. Each runs --epochs epochs, of which the last one counts.
 
-The table has the job's wait at a step, in milliseconds: median, p99 and maximum; the part of the time in
-which the job did not wait; and the part of the workers' time in which they were held back, as they had
+The table has the job's wait at a step, in milliseconds, and the part of the time in which it did not wait.
+The document also has the maximum, and the part of the workers' time in which they were held back, as they had
 finished all that they may make ahead.
 """
 
@@ -29,13 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch.utils.data import Dataset
 
 import fastload
 from bench.command import begin, finish, make_parser
 from bench.data import ROOT
-from fastload.cli.report import figures
 from fastload.workers.autoscale import Autoscaler
 
 FAST = 0.001  # seconds
@@ -179,7 +177,7 @@ def row(job: Job, runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--workers", type=int, default=4, help="of a rank")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank")
@@ -204,20 +202,4 @@ def main() -> None:
     document |= {"job": jobs[0]._replace(contender="")._asdict(), "repeats": given.repeats}
     document["step_ms"] = 1000 * jobs[0].step_seconds
     document["rows"] = [row(job, runs[job.contender]) for job in jobs]
-    show(document)
-    finish(document, save=given.save)
-
-
-def show(document: dict[str, Any]) -> None:
-    job = document["job"]
-    who = f"{job['ranks']} ranks with {job['workers']} workers each"
-    table = figures("", "p50 ms", "p99 ms", "max ms", "not waiting", "held back")
-    table.title = f"The job's wait at a step of {document['step_ms']:.1f} ms, {who}"
-    for line in document["rows"]:
-        held = "" if line["held_back"] is None else f"{line['held_back']:.0%}"
-        waits = [f"{line[name]:,.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
-        table.add_row(line["contender"], *waits, f"{line['not_waiting']:.0%}", held)
-    Console().print(table)
-    for line in document["rows"]:
-        for choice in line["choices"]:
-            print(f"{line['contender']}: {choice}")
+    finish(document, given.results)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.data import ROOT, WORKPLACE
+from bench.measure.parts import PARTS, QUICK_PARTS
 from bench.measure.sections import Turns
 
 UNFINISHED = WORKPLACE / "compare-unfinished.json"
@@ -27,10 +28,11 @@ class Scale:
     tried: bool = True  # whether peers are installed and numbers of workers tried
     objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000, 10_000_000)
     object_bytes: tuple[int, ...] = (10 << 10, 100 << 10, 1 << 20, 10 << 20)
+    parts: tuple[tuple[str, ...], ...] = PARTS  # the words of their commands
     quick: bool = False
 
 
-QUICK = Scale(400, 2, (20,), 3.0, False, (1_000, 10_000), (10 << 10, 1 << 20), True)
+QUICK = Scale(400, 2, (20,), 3.0, False, (1_000, 10_000), (10 << 10, 1 << 20), QUICK_PARTS, True)
 
 
 class Record:

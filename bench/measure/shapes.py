@@ -1,11 +1,10 @@
-"""Every shape of data: the same photos in each, beside a bare ImageFolder and the format's own loader, in
-turns.
+"""Every shape of data: the same photos in each, beside the format's own loader, in turns.
 
-`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME] [--save]`. Photos of
+`python -m bench shapes [--images 1000] [--turns 5] [--seconds 3] [--only NAME]`. Photos of
 138 KB, 2 workers, RandomResizedCrop(224) and flip to uint8 in batches of 64. First epochs are read from an S3
 server 20 ms away on the same cores, with empty caches and new workers. In later ones fastload reads its own
 cache in mode "raw", and the others what they keep or read on the local disk. Each turn begins with another
-side. Ratios are medians of the ratios within one turn.
+side.
 
 The work differs: a pair has a mask beside its photo; WebDataset, Hugging Face datasets, Streaming and LitData
 decode the whole photo by Pillow, FFCV by the fast DCT. The others need environments of their own, which are
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-import statistics
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,11 +28,9 @@ from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_fold
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import figures
 
 ROWS_A_GROUP = 100  # of the Parquet file, as Hugging Face writes images
 BETON = "jpg 97 9999"  # the mode of FFCV's script, which is part of the name of its file
-BARE = "s3"  # the source of the bare ImageFolder in `bench/peers/scripts/ours.py`
 
 
 class Own(NamedTuple):
@@ -57,7 +53,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "a folder a class": Shape(BARE, Own("torch_files", reads_s3=False)),
+    "a folder a class": Shape("s3", Own("torch_files", reads_s3=False)),
     "table": Shape("table"),
     "image and mask": Shape("pair"),
     "tar": Shape("tar", Own("webdataset")),
@@ -138,11 +134,9 @@ def make_parquet(photos: Path) -> None:
 
 
 def measure(shape: Shape, job: dict[str, Any], turns: int, seconds: float) -> dict[str, list[float]]:
-    """Images/s of each turn, of each side: "bare", "ours" and "theirs", as far as they take part."""
+    """Images/s of each turn, of the sides "ours" and "theirs", as far as they take part."""
     mode = "raw" if job["later"] else "none"
     wanted = {"ours": ("ours", f"{shape.source} {mode}")}
-    if shape.source != BARE:
-        wanted["bare"] = ("ours", f"{BARE} {mode}")
     if shape.own is not None and (job["later"] or shape.own.reads_s3):
         wanted["theirs"] = (shape.own.script, shape.own.mode)
     rates: dict[str, list[float]] = {side: [] for side in wanted}
@@ -163,31 +157,8 @@ def measure(shape: Shape, job: dict[str, Any], turns: int, seconds: float) -> di
     return rates
 
 
-def row_of(name: str, epoch: str, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """A row of the result: medians, and the medians of the ratios within one turn."""
-    row: dict[str, Any] = {"shape": name, "epoch": epoch, "rates": rates}
-    for side in ("bare", "theirs"):
-        if side in rates:
-            ratios = [ours / other for ours, other in zip(rates["ours"], rates[side], strict=True)]
-            row[f"ours / {side}"] = round(statistics.median(ratios), 2)
-    return row
-
-
-def show(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = figures("shape", "epoch", "ours", "bare", "ratio", "its own loader", "ratio")
-    table.title = f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8, images/s"
-    for row in rows:
-        rates = {side: f"{statistics.median(made):,.0f}" for side, made in row["rates"].items()}
-        cells = [rates["ours"]]
-        for side in ("bare", "theirs"):
-            ratio = row.get(f"ours / {side}")
-            cells += [rates.get(side, "–"), "–" if ratio is None else f"{ratio:.2f}"]
-        table.add_row(row["shape"], row["epoch"], *cells)
-    console.print(table)
-
-
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of an epoch at most")
@@ -212,10 +183,6 @@ def main() -> None:
                 except Unavailable as error:
                     console.print(f"[red]left out: {name}, {epoch}: {error}[/]")
                     continue
-                rows.append(row_of(name, epoch, rates))
-                console.print(
-                    f"{name}, {epoch}: "
-                    + ", ".join(f"{key} {rows[-1][key]}" for key in rows[-1] if " / " in key)
-                )
-    show(console, rows)
-    finish(document | {"rows": rows}, save=given.save)
+                rows.append({"shape": name, "epoch": epoch, "rates": rates})
+                console.print(f"{name}, {epoch}: {rates}")
+    finish(document | {"rows": rows}, given.results)

@@ -1,6 +1,6 @@
 """What workers cost: first batch, memory and connections, over their number and how they start.
 
-`python -m bench starts [--images 1000] [--rounds 3] [--quick] [--save]`. RandomResizedCrop(224), batches of
+`python -m bench starts [--images 1000] [--rounds 3] [--quick]`. RandomResizedCrop(224), batches of
 64. First epochs fill a default cache from S3 20 ms away, whose server runs on the same cores. Starts read a
 local folder with 8 workers, for each way to start a process. Contenders are fastload, whose workers are
 threads of one process; the same with `processes=True`; and torch's loader over Pillow. All take turns, each
@@ -22,8 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
@@ -127,32 +125,8 @@ def jobs(place: Any, folder: Path, workplace: Path, *, quick: bool) -> list[Job]
     ]
 
 
-def show(console: Console, rows: list[Job]) -> None:
-    table = Table(title="medians")
-    for name in (
-        "what",
-        "context",
-        "workers",
-        "loader",
-        "first batch, s",
-        "images/s",
-        "memory, MB",
-        "connections",
-    ):
-        table.add_column(name)
-    for row in rows:
-        figures = (
-            f"{row['first']:.2f}",
-            f"{row['rate']:,.0f}",
-            f"{row['memory']:,.0f}",
-            f"{row['connections']:.0f}",
-        )
-        table.add_row(row["what"], row["context"], str(row["workers"]), row["side"], *figures)
-    console.print(table)
-
-
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="2 workers, fork, one round")
@@ -176,9 +150,8 @@ def main() -> None:
         json.loads(job) | {name: statistics.median(each[name] for each in figures) for name in figures[0]}
         for job, figures in taken.items()
     ]
-    show(Console(width=120), rows)
     result |= {"images": given.images, "rounds": given.rounds, "rows": rows}
-    finish(result, save=given.save)
+    finish(result, given.results)
 
 
 if __name__ == "__main__":

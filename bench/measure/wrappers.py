@@ -1,9 +1,8 @@
 """Wrappers: the first epoch of an ImageFolder beside the same photos through wrappers of it.
 
-`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--save]`. Photos of 138 KB on an S3
-server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip to uint8 in batches
-of 64; no cache. All contenders take turns. Ratios are medians of the ratios within one turn: to the bare
-ImageFolder, and for threads to the same wrapper without them.
+`python -m bench wrappers [--images 400] [--repeats 5] [--quick]`. Photos of 138 KB on an S3 server 20 ms away
+that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip to uint8 in batches of 64; no cache.
+All contenders take turns.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
 from bench.command import begin, finish, make_parser
-from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder
-from bench.measure.epochs import epoch, median_ratio, shuffled
+from bench.data import ROUND_TRIP, SIZE, photo_folder
+from bench.measure.epochs import epoch, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
-from fastload.cli.report import figures
 
 BARE, ALONE = "ImageFolder", "wrapper"
 
@@ -74,31 +71,12 @@ def contenders(url: str, options: dict[str, str]) -> dict[str, Callable[[], Run]
     }
 
 
-def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
-    """Medians of the ratios within one turn."""
-
-    def of(one: str, other: str) -> float:
-        return median_ratio(rates[one], rates[other])
-
-    found = {f"{name} / {BARE}": of(name, BARE) for name in rates if name != BARE}
-    return found | {f"{name} / {ALONE}": of(name, ALONE) for name in rates if name.startswith(f"{ALONE}, ")}
-
-
-def show(console: Console, rates: dict[str, list[float]]) -> None:
-    table = figures("", "images/s", "min", "max")
-    table.title = f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
-    for name, made in rates.items():
-        table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made))))
-    console.print(table)
-
-
 def main() -> None:
-    parser = make_parser(__doc__, save=True)
+    parser = make_parser(__doc__, results=True)
     parser.add_argument("--images", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
     given = parser.parse_args()
-    console = Console(width=110)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "Wrapper asks the ImageFolder")
     rates: dict[str, list[float]] = {}
@@ -109,13 +87,9 @@ def main() -> None:
         for turn in range(2 if given.quick else given.repeats):
             for name, run in turns if turn % 2 == 0 else reversed(turns):
                 rates.setdefault(name, []).append(given.images / run().seconds)
-    show(console, rates)
     document |= {
         "images": given.images,
         "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
         "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
-        "ratios": ratios(rates),
     }
-    for name, ratio in document["ratios"].items():
-        console.print(f"{name:52}{ratio:6.2f}")
-    finish(document, save=given.save)
+    finish(document, given.results)

@@ -3,8 +3,9 @@
     python -m bench report                 # of the newest full result in bench/results
     python -m bench report RESULT.json
 
-Writes the charts into bench/results, and text between the marks of README.md, docs/benchmarks.md and
-docs/coming-from/PEER.md, so that a figure of this run has the same value everywhere.
+Writes the charts into bench/results, text between the marks of README.md, docs/benchmarks.md and
+docs/coming-from/PEER.md, and the tables of single subjects after theirs, so that a figure of this run has the
+same value everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jsonschema
 
 from bench.command import make_parser
 from bench.data import RESULTS, ROOT
-from bench.show import charts, report_page, report_readme, tables
+from bench.show import charts, report_page, report_readme, singles, tables
 
 # The pages for users of another loader: how the names of its contenders begin.
 PEERS = {
@@ -30,6 +31,8 @@ PEERS = {
     "torch": "torch",
     "webdataset": "WebDataset",
 }
+# The pages with tables of single subjects.
+SINGLES = ("docs/explanation/measurements.md", "docs/how-to/data/wrappers.md")
 SCHEMA = Path(__file__).with_name("compare.schema.json")
 BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
 
@@ -94,11 +97,20 @@ def texts(document: Document) -> dict[str, str]:
     }
 
 
+def pages_with(document: Document, root: Path = ROOT) -> dict[Path, str]:
+    """Each page that shows figures of the result, as it should be."""
+    # DLIO has a document of its own: it needs an environment that a whole run does not make.
+    dlio = max(RESULTS.glob("dlio-*.json"))
+    documents = document["parts"] | {"dlio": json.loads(dlio.read_text())}
+    pages = {root / name: include((root / name).read_text(), text) for name, text in texts(document).items()}
+    return pages | {root / name: singles.filled((root / name).read_text(), documents) for name in SINGLES}
+
+
 def write(result: Path, root: Path = ROOT, results: Path = RESULTS) -> list[Path]:
     """Write the pages of the project in `root`, and the charts; the paths of the written files."""
     document = json.loads(result.read_text())
     check(document)
-    pages = {root / name: include((root / name).read_text(), text) for name, text in texts(document).items()}
+    pages = pages_with(document, root)
     pictures = charts.draw(document, results)
     for path, text in pages.items():
         path.write_text(text)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.show import charts, figures, losses, report, report_page, report_readme, tables
+from bench.show import charts, figures, losses, report, report_page, report_readme, singles, tables
 from bench.show.figures import MODES
 
 ROOT = Path(__file__).parents[2]
@@ -262,6 +262,7 @@ def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{report.BEGIN}\n{report.END}\n")
+    monkeypatch.setattr(report, "SINGLES", ())
     written = report.write(newest, tmp_path, tmp_path)
     assert all(text in (tmp_path / name).read_text() for name, text in texts.items())
     pictures = [f"compare-{name}{dark}.png" for name in ("best", "first-epoch") for dark in ("", "-dark")]
@@ -284,6 +285,11 @@ def test_the_pages_have_the_newest_result() -> None:
         pytest.skip("no full result of bench compare is committed yet")
     document = json.loads(newest.read_text())
     report.check(document)
-    for name, text in report.texts(document).items():
-        page = (ROOT / name).read_text()
-        assert report.include(page, text) == page, f"{name}: run python -m bench report"
+    for page, text in report.pages_with(document).items():
+        assert page.read_text() == text, f"{page.name}: run python -m bench report"
+
+
+def test_each_table_of_the_measurements_is_of_the_result() -> None:
+    text = (ROOT / "docs/explanation/measurements.md").read_text()
+    tables = re.findall(r"(?<!\|\n)(?:^\|.*\n){3,}", text, re.MULTILINE)
+    assert len(tables) == text.count("<!-- measured:") == len(singles.MARKED.findall(text)) > 0
