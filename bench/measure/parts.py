@@ -17,14 +17,14 @@ from bench.data import ROOT
 
 # The words of each command in a whole run; all together take a quarter of its time.
 PARTS = (
-    ("shapes", "--turns", "3"),
+    ("shapes", "--turns", "3", "--seconds", "2"),
     ("starts", "--rounds", "2"),
-    ("published",),
+    ("published", "--repeats", "3"),
     ("wrappers",),
-    ("ranges", "--parts", "800", "--repeats", "3"),
-    ("columns", "--rows", "600000", "--rounds", "3", "--batch", "65536"),
+    ("ranges", "--parts", "400", "--repeats", "3"),
+    ("columns", "--rows", "300000", "--rounds", "3", "--batch", "65536"),
     ("fuse",),
-    ("ranks", "--repeats", "3"),
+    ("ranks", "--steps", "300"),
     ("moxing", "--repeats", "3"),
 )
 QUICK_PARTS = (("fuse", "--rounds", "1"),)

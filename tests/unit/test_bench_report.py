@@ -289,7 +289,10 @@ def test_the_pages_have_the_newest_result() -> None:
         assert page.read_text() == text, f"{page.name}: run python -m bench report"
 
 
-def test_each_table_of_the_measurements_is_of_the_result() -> None:
+def test_each_table_of_the_measurements_is_of_the_result_and_beside_its_command() -> None:
     text = (ROOT / "docs/explanation/measurements.md").read_text()
+    document = json.loads(report.newest().read_text())
+    commands = {part["command"] for name, part in document["parts"].items() if name != "wrappers"}
+    assert not [command for command in commands if f"`{command}`" not in text]
     tables = re.findall(r"(?<!\|\n)(?:^\|.*\n){3,}", text, re.MULTILINE)
     assert len(tables) == text.count("<!-- measured:") == len(singles.MARKED.findall(text)) > 0
