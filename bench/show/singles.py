@@ -36,7 +36,7 @@ STARTED = {
     "torch + Pillow": "torch, Pillow",
 }
 COLUMNS = {
-    "arrow": "pyarrow's batches, not shuffled",
+    "arrow": "pyarrow's batches, no tensors, not shuffled",
     "arrow, tensors": "pyarrow's batches as tensors, not shuffled",
     "columns": '`ParquetDataset(batches="columns")`',
     "columns, worker": "the same with one worker, whose start counts",
@@ -56,6 +56,16 @@ RANKS = {
     "2 ahead": "fastload, `prefetch_factor=2`",
     "8 ahead": "fastload, `prefetch_factor=8`",
     "auto": 'fastload, `num_workers="auto"`',
+}
+WRAPPERS = {
+    "ImageFolder": "`ImageFolder`",
+    "ConcatDataset of two halves": "`ConcatDataset` of two halves",
+    "StackDataset with labels": "`StackDataset` with labels",
+    "fastload.map": "`fastload.map`",
+    "wrapper with prefetch": "a wrapper with `prefetch`",
+    "wrapper": "the same without it",
+    "wrapper, threads=16": "without it, `threads=16`",
+    "wrapper, threads=16, seed=1": "the same, `seed=1`",
 }
 MOXING_2018 = {"bytes": (619.64, 863.76), "images": (375.15, 402.57), "tfrecord": (139.06, 683.51)}  # MB/s
 MOXING_MODES = {"bytes": "raw", "images": "decoded", "tfrecord": "decoded"}  # of the cache, as MoXing's was
@@ -161,7 +171,7 @@ def ranks(document: Document) -> str:
 
 
 def wrappers(document: Document) -> str:
-    lines = [[name, number(rate)] for name, rate in document["rates"].items()]
+    lines = [[WRAPPERS[name], number(rate)] for name, rate in document["rates"].items()]
     return table(("first epoch", "images/s"), lines)
 
 
