@@ -291,6 +291,14 @@ class Cache:
         access.counters.add("cache.misses")
         return None
 
+    def _forget(self, key: bytes) -> None:
+        """Let go of a record that verifies and that its reader cannot use: the next write replaces it."""
+        access = self._access.get()
+        directory, entry = access.open(), self.lookup(key)
+        access.counters.add("cache.corrupt")
+        if directory is not None and entry is not None:
+            _drop(directory, key, entry)
+
     # -- writing
 
     def write(
@@ -404,9 +412,25 @@ class Cache:
 
     def _flush_epoch(self, timeout: float) -> None:
         """Wait as `flush` does, but not for an index that is being rebuilt: that may take minutes."""
-        access = self._access.get()
-        if not access.is_rebuilding:
-            access.flush(timeout)
+        if not self._is_rebuilding:
+            self._access.get().flush(timeout)
+
+    @property
+    def _is_rebuilding(self) -> bool:
+        """Whether this process rebuilds the index, and writes no record before that is done."""
+        return self._access.get().is_rebuilding
+
+    def _used_bytes(self) -> int:
+        """Return what counts against `size_limit`: what is written, and what is queued. It never waits.
+
+        Raises:
+            OSError, lmdb.Error: the index cannot be read.
+        """
+        directory = self._access.get().open()
+        if directory is None:
+            return 0
+        queued = 0 if directory.writer is None else directory.writer.queued_bytes
+        return directory.index.used_bytes() + queued
 
     def close(self) -> None:
         """Write what is queued, sync the index, close the directory. The next call opens it again."""

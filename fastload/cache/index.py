@@ -90,10 +90,6 @@ class Index:
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             return [txn.get(key) for key in keys]
 
-    def holds(self, key: bytes, value: bytes) -> bool:
-        """Return whether the entry of `key` is still this one, packed."""
-        return self._get(key, self._entries) == value
-
     def segment_name(self, number: int) -> str:
         """Return the file name of a segment; CorruptRecordError when the index has no such segment."""
         name = self._names.get(number)
@@ -143,8 +139,15 @@ class Index:
             yield txn
 
     def add_segment(self, name: str) -> int:
-        """Register a segment and return its number. Numbers are never used twice."""
+        """Register a segment, unless it is, and return its number. Numbers are never used twice.
+
+        Two processes may come upon one at a time. A second number would never get entries, so that the
+        segment looked like one that holds nothing of use.
+        """
         with self._write() as txn:
+            for known, found in txn.cursor(self._segments):
+                if found == name.encode("ascii"):
+                    return int(_NUMBER.unpack(known)[0])
             number = _count(txn.get(_NEXT_SEGMENT, db=self._meta))
             txn.put(_NEXT_SEGMENT, _COUNT.pack(number + 1), db=self._meta)
             txn.put(_NUMBER.pack(number), name.encode("ascii"), db=self._segments)
@@ -187,11 +190,8 @@ class Index:
             held = [key for key, value in bad if txn.get(key, db=self._entries) == value]
             return sum(txn.delete(key, db=self._entries) for key in held)
 
-    def unreserve(self, nbytes: int) -> None:
-        """Give back room that was reserved, and in which nothing was written."""
-        self.remove_segments([], nbytes)
-
     def remove_segments(self, numbers: Sequence[int], freed: int) -> None:
+        """Forget segments, and give back room: theirs, or what was reserved and not written."""
         with self._write() as txn:
             for number in numbers:
                 txn.delete(_NUMBER.pack(number), db=self._segments)

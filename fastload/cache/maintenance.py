@@ -152,7 +152,7 @@ def _verify_entries(
             if directory.read(key, entry) is None:
                 raise CorruptRecordError("no such segment")
         except (CorruptRecordError, OSError):
-            if directory.index.holds(key, value):  # else it was cleared or replaced meanwhile
+            if directory.index.packed([key]) == [value]:  # else it was cleared or replaced meanwhile
                 report.bad_entries += 1
                 bad.append((key, value))
         else:
@@ -193,8 +193,9 @@ def _delete_useless(directory: Directory, report: Report) -> None:
                     useless[number] = name, locked.enter_context(_locked_segment(directory, name))
         # Once more: until its segment was locked, a process may have written to it.
         used = _used_segments(directory) if useless else used
+        names = set(directory.segment_names())
         for number, (name, size) in useless.items():
-            if number not in used and name in directory.segment_names():
+            if number not in used and name in names:
                 with contextlib.suppress(OSError):
                     directory.index.remove_segments([number], size)
                     os.unlink(name, dir_fd=directory.segments_fd)

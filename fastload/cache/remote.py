@@ -338,7 +338,12 @@ class _Result(NamedTuple):
 
 def main() -> None:
     """Do one job from stdin, and write its result to stdout."""
-    job: Job = pickle.load(sys.stdin.buffer)
+    try:
+        job: Job = pickle.load(sys.stdin.buffer)
+    except (AttributeError, ImportError) as error:  # what the store was given is of the script itself
+        why = f"{error}: define it in a module that both can import, not in the script"
+        sys.stdout.write(json.dumps(_Result(error=why)._asdict()))
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=_end_with, args=(job.trainer,), daemon=True).start()
     keep_clients_here()

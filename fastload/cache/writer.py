@@ -225,7 +225,7 @@ class Writer:
         try:
             entries = self._segment.append(self._number, records)
         except OSError:  # the segment ends where it ended before
-            self._index.unreserve(sum(record_size(item.length) for item in items))
+            self._index.remove_segments([], sum(record_size(item.length) for item in items))
             raise
         # Bytes first, index after: an entry never promises what a kill could have prevented.
         self._index.publish(self._number, [(i.key, e) for i, e in zip(items, entries, strict=True)])

@@ -14,7 +14,7 @@ import typer
 
 from fastload.cache.codecs import CODECS, Auto
 from fastload.cli.report import JsonOption, Report, answering
-from fastload.errors import ArgumentError, CacheError
+from fastload.errors import ArgumentError
 from fastload.metrics.machine import usable_cores
 
 CORES = usable_cores()
@@ -178,12 +178,13 @@ def as_command(command: Callable[..., Report]) -> Callable[..., None]:
 
 
 def check_usable(cache: Any) -> None:
-    """Check the cache before any listing. Unlike training, this command cannot continue without it."""
+    """Check the cache before any listing. Unlike training, this command cannot continue without it.
+
+    It waits for an index that is being rebuilt: what that does not have yet would be read again.
+    """
     try:
         cache._open_or_raise()
-    except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cache {cache.path} cannot be used: {error}") from error
+        while cache._is_rebuilding:
+            cache.flush()
     finally:
         cache.close()

@@ -188,17 +188,13 @@ class Forecaster:
         return self._watched
 
     def room(self) -> Room:
-        """Return the room for the samples. Waits for what is being written.
-
-        Raises:
-            CacheError: the cache cannot be opened.
-        """
+        """Return the room for the samples. It does not wait: an index may be rebuilt for minutes."""
         cache, missing = self._cache, 1 - self._share_kept()
         free = shutil.disk_usage(nearest_existing(cache.path)).free
         words = f"{format_size(free)} of disk are free"
         if cache.size_limit is None:
             return Room(free, words, missing)
-        left = min(free, max(0, cache.size_limit - cache.info()["bytes"]))
+        left = min(free, max(0, cache.size_limit - cache._used_bytes()))
         return Room(left, f"{words} within size_limit={format_size(cache.size_limit)}", missing)
 
     def forecast(self, room: Room, sizes: Sequence[int] = (), read: int = 0) -> Forecast:

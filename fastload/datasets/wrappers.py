@@ -208,7 +208,7 @@ class CachedDataset(Dataset[Any]):
             try:
                 return load(record)
             except DecodeError:
-                self.cache.counters.add("cache.corrupt")  # a miss: the sample is made and written again
+                self.cache._forget(key)  # a miss: the sample is made and written again
         sample = self.dataset[index]
         try:
             self.cache.write(key, dump(sample))

@@ -322,8 +322,8 @@ class Prefetcher:
             results.update(zip(ours, self._samples.read_group(ours) if ours else (), strict=True))
         except BaseException as error:
             # Each gets its own: whoever handles one writes the name of a sample into it.
-            own = copy.copy if isinstance(error, FastloadError) else _as_it_is
-            results |= {read: own(error) for read in reads if read not in results}
+            several = isinstance(error, FastloadError)
+            results |= {read: copy.copy(error) if several else error for read in reads if read not in results}
         for read, result in results.items():
             if isinstance(result, BaseException):
                 self._samples.release(read)
@@ -410,7 +410,3 @@ class Prefetcher:
                 self.limiter.slow_down(time.monotonic())
         if self._closing.wait(seconds):
             raise error
-
-
-def _as_it_is(error: BaseException) -> BaseException:
-    return error

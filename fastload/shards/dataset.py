@@ -353,7 +353,7 @@ class ShardDataset(StoreDataset):
 
     def _keep(self, found: StreamedRecord, payload: Any) -> None:
         if self.cache is not None:
-            wait = _COMPRESSED_PATIENCE if found.compressed else 0.0
+            wait = _COMPRESSED_PATIENCE if found.compressed and not self.cache._is_rebuilding else 0.0
             self.cache.write(self._cache_key_at(found.shard, found.record.offset), payload, wait)
 
     @cached_property

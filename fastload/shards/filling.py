@@ -33,7 +33,7 @@ from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
 from fastload.store import Store
 
 _READERS = 2  # the one that is read, and the next
-_AHEAD_BYTES = 128 << 20  # of all shards
+_AHEAD_BYTES = 128 << 20  # of all shards; and of what is not looked up yet
 _UNCONFIRMED = 256  # records that were written and not looked up yet
 _SHARDS = 8  # that are indexed at a time
 _READS = 32  # of them at a time
@@ -172,7 +172,8 @@ class ShardFilling:
             yield warmed._replace(outcome=outcome)
             return
         self._written.append(_Written(warmed, key, payload))
-        if len(self._written) >= _UNCONFIRMED:
+        held = sum(memoryview(written.payload).nbytes for written in self._written)
+        if len(self._written) >= _UNCONFIRMED or held >= _AHEAD_BYTES:
             yield from self._confirm()
 
     def _confirm(self) -> Iterator[Warmed]:

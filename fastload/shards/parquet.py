@@ -63,6 +63,7 @@ class _RowSource(RecordSource):
         return rows.record(ordinal)
 
     def _keep_others(self, cache: Cache, rows: Rows, shard: int, ordinal: int) -> None:
+        patience = 0.0 if cache._is_rebuilding else _PATIENCE
         for other in rows.ordinals:
             if other == ordinal:
                 continue
@@ -71,7 +72,7 @@ class _RowSource(RecordSource):
                 payload = row if self._encode is None else self._encode(row)
             except FastloadError:  # of that row, for whoever asks for it
                 continue
-            if not cache.write(self.cache_key(RecordId(shard, other).pack()), payload, _PATIENCE):
+            if not cache.write(self.cache_key(RecordId(shard, other).pack()), payload, patience):
                 break  # the cache is full, or its disk too slow
 
 

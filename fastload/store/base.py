@@ -166,7 +166,7 @@ class Store(ABC):
 
         With objects in them or without: empty directories, and directory markers such as an empty "name/".
         """
-        names: set[str] = self._attempt("_folders")
+        names: set[str] = self._retried(lambda: self._attempt("_folders"))
         self._count_lists(1)
         return names
 

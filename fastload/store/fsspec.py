@@ -205,7 +205,7 @@ class FsspecStore(Store):
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._client("get", key):
-            return self._stat(key, path)
+            return _info(key, self._details(path))
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
         return self._cat(key, {}, version, size)
@@ -222,7 +222,7 @@ class FsspecStore(Store):
             if version:
                 self._check(key, path, version)
             if span and size is not None and len(body) < size:
-                check_end(key, span["end"], self._stat(key, path).size)
+                check_end(key, span["end"], _info(key, self._details(path)).size)
             check_length(key, body, size)
             return body
 
@@ -252,9 +252,6 @@ class FsspecStore(Store):
                 with contextlib.suppress(Exception):
                     fs.rm_file(part)
                 raise
-
-    def _stat(self, key: str, path: str) -> ObjectInfo:
-        return _info(key, self._details(path))
 
     def _details(self, path: str) -> Mapping[str, Any]:
         fs = self._fs.get()

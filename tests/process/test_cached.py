@@ -167,8 +167,9 @@ def test_a_sound_record_of_another_layout_is_made_anew(tmp_path: Path) -> None:
     source = Nested(tmp_path / "log")
     dataset = cached(stated(source, "x"), cache)
     assert cache.write(cache.key("cached", "x", "4"), b"Z" * 100) and cache.flush()
-    assert equal(dataset[4], Nested(tmp_path / "other")[4])
-    assert source.made() == 1 and dataset.counters["cache.corrupt"] == 1
+    for _ in range(2):
+        assert equal(dataset[4], Nested(tmp_path / "other")[4]) and cache.flush()
+        assert source.made() == 1 and dataset.counters["cache.corrupt"] == 1
     cache.close()
 
 

@@ -378,15 +378,16 @@ def filled(tmp_path: Path) -> tuple[str, Path]:
     return folder, tmp_path / "cache"
 
 
+@pytest.mark.parametrize("limit", [None, "1GB"])
 def test_no_batch_and_no_dataset_waits_for_an_index_that_is_rebuilt(
-    filled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+    filled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
     """As after a power cut: the first process that opens the cache goes through all of its segments."""
     folder, cache = filled
     shutil.rmtree(cache / "v1" / "index")
     monkeypatch.setattr(Directory, "_reindex", lambda self, stopping: stopping.wait(PATIENCE))
     start = time.monotonic()
-    datasets = [ObjectDataset(folder, cache=Cache(cache)) for _ in range(4)]
+    datasets = [ObjectDataset(folder, cache=Cache(cache, size_limit=limit)) for _ in range(4)]
     loader = DataLoader(datasets[0], 4, num_workers=1, collate_fn=len, multiprocessing_context="fork")
     assert list(loader) == [4, 4]
     assert time.monotonic() - start < 30, "each of them would wait for 8 s, and the last batch for 60 s"

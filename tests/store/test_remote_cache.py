@@ -434,6 +434,24 @@ def test_processes_take_modules_from_where_the_script_does(
     assert list((tmp_path / "packs").glob("*.pack"))
 
 
+def test_provider_of_the_script_itself_is_an_error_in_words(tmp_path: Path) -> None:
+    """Another process cannot import it."""
+    code = """
+import sys, warnings
+from fastload import Cache, open_store
+from fastload.cache.remote import close_all, remote_of
+def credentials(): return {"access_key_id": "k" * 16, "secret_access_key": "s" * 16, "expires_at": None}
+store = open_store("s3://bucket/packs", endpoint_url="http://127.0.0.1:9", credential_provider=credentials)
+cache = Cache(sys.argv[1], "raw", remote=store, push=True)
+remote_of(cache).pull(Cache, list)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    close_all()
+print(*(one.message for one in warned))
+"""
+    assert "define it in a module" in run_script(code, tmp_path / "cache")
+
+
 def pulls_of(trainer: int) -> list[psutil.Process]:
     """The processes of a trainer that pull or push."""
     found = []

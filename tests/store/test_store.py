@@ -809,6 +809,12 @@ def test_a_first_contact_that_is_refused_is_not_taken_for_a_missing_directory(fl
         listed(open_store("flaky://other"))
 
 
+def test_folders_that_are_not_listed_at_once_are_asked_for_again(flaky: type[Flaky]) -> None:
+    store = open_store("flaky://r")
+    flaky.faults = {"/r": [TimeoutError("no answer"), ConnectionResetError("reset")]}
+    assert store.folders() == {"a", "b"}
+
+
 @pytest.mark.parametrize("lost", [OSError("Socket is closed"), EOFError(), BrokenPipeError("broken pipe")])
 def test_a_connection_that_is_lost_is_replaced_by_a_new_one(
     lost: Exception, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch

@@ -211,6 +211,19 @@ def test_clear_leaves_a_segment_that_was_made_while_it_looked(
     assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
 
 
+def test_check_keeps_a_segment_that_two_processes_came_upon(open_cache: Callable[..., Cache]) -> None:
+    """As beside another one that makes a lost index anew."""
+    content = fill(open_cache(), 3)
+    open_cache().close()
+    directory = open_cache()._open_or_raise()
+    [name] = directory.segment_names()
+    [number] = directory.index.segments()
+    assert directory.index.add_segment(name) == number
+    report = open_cache().check(fix=True)
+    assert (report.ok, report.freed_bytes) == (True, 0)
+    assert all(open_cache().read(key) == payload for key, payload in content.items())
+
+
 def test_a_folder_of_somebody_elses(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
     (tmp_path / "cache" / "v1").mkdir(parents=True)
     (tmp_path / "cache" / "v1" / "thesis.tex").write_text("x")
