@@ -221,7 +221,8 @@ def _open_numpy(value: Any) -> Any:
 
 
 def _open_tensor(value: Any) -> torch.Tensor:
-    dtype, shape, data = _split_array(value, ">")
+    newer = int.from_bytes(value[:4], "big") in _TORCH_DTYPES  # older versions wrote little-endian numbers
+    dtype, shape, data = _split_array(value, ">" if newer else "<")
     return _tensor(data, _TORCH_DTYPES[dtype], shape)
 
 
