@@ -88,11 +88,6 @@ class FieldTransforms:
     # --- what is true before any sample is read
 
     @property
-    def has_fused(self) -> bool:
-        """Whether a fused transform is among them, in any epoch."""
-        return any(is_fused(each) for _, each in self._parts())
-
-    @property
     def only_fused(self) -> bool:
         """Whether all are fused ones that the kernel does alone, in all epochs."""
         parts = self._parts()
@@ -208,7 +203,7 @@ class FieldTransforms:
         Raises:
             ArgumentError: there are some.
         """
-        if self.has_fused or isinstance(self.transform, Mapping):
+        if is_fused(self.transform) or isinstance(self.transform, Mapping):
             raise ArgumentError(
                 f"transform={self.transform!r} is for the fields of a sample: pass fields= and no decode=, "
                 "or a function of what decode returns"

@@ -242,9 +242,7 @@ class SampleBuilder:
         failures: RowFailures = []
         groups: dict[tuple[str, ...], list[int]] = {}  # images -> positions
         encoded: list[dict[str, Any]] = []
-        seeded = SampleSeeds.current() if self.transforms.runs_user_code else None
-        if seeded is not None:
-            seeded.begin_batch(todo.records[0])
+        seeds = SampleSeeds.current() if self.transforms.runs_user_code else None
         others = len(batch.values) < len(self._value_names)
         for position, (row, record, fields, seed) in enumerate(
             zip(todo.rows, todo.records, todo.values, todo.seeds, strict=True)
@@ -253,10 +251,9 @@ class SampleBuilder:
             try:
                 if others:
                     fields = fields | self._other_values(batch, record)
-                if seeded is None:
-                    images = self._fill_row(batch, row, fields, seed)
-                else:
-                    images = seeded.call(record, self._fill_row, batch, row, fields, seed)
+                if seeds is not None:  # not `call`, which may make a row twice: functions may change fields
+                    seeds.set(record)
+                images = self._fill_row(batch, row, fields, seed)
                 groups.setdefault(tuple(images), []).append(position)
             except Exception as error:  # of the user's functions too: `on_error` decides
                 failures.append((position, error))

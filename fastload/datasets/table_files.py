@@ -15,7 +15,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ _KINDS = {
 _NAMES = "a table's name ends in .csv, .tsv, .jsonl, .ndjson, .json or .parquet (.gz behind it is accepted)"
 _BOM = b"\xef\xbb\xbf"
 _JSON = re.compile(rb'\s*(\{\s*["}]|\[\s*[{\]])')
+_SOMETHING = re.compile(r"\S")
 _MOST = 1 << 30  # bytes that are parsed as one block: types are then inferred from all rows
 _SHOWN = 20  # columns in a message
 _MOST_DEEP = 500  # openings of lists and objects in a line, from which on their depth is looked at
@@ -200,11 +201,8 @@ def _from_csv(
     large = [name for name in columns if _is_large(found[name])]
     whole = read(dict.fromkeys(large, pa.string())) if large else found
     for name in large:
-        if pc.any(pc.match_substring_regex(whole[name], r"^[+-]?\d+$")).as_py():
-            raise ArgumentError(
-                f"column {name!r} of table {url!r} has whole numbers that int64 cannot hold: write them with "
-                "a letter before them, as text"
-            )
+        long = whole[name].filter(pc.match_substring_regex(whole[name], r"^[+-]?\d{19,}$"))
+        _check_whole(name, url, map(int, long.to_pylist()), "with a letter before them")
     return found
 
 
@@ -212,6 +210,15 @@ def _is_large(column: Any) -> bool:
     """Return whether a column of floats has one that may stand for a whole number beyond int64."""
     most = pc.max(pc.abs(column)).as_py() if pa.types.is_floating(column.type) else None
     return most is not None and most >= 2**63
+
+
+def _check_whole(name: str, url: str, values: Iterable[Any], advice: str) -> None:
+    """Refuse whole numbers beyond int64: Arrow has made floats of all in their column, and rounded them."""
+    if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in values):
+        raise ArgumentError(
+            f"column {name!r} of table {url!r} has whole numbers that int64 cannot hold: write them "
+            f"{advice}, as text"
+        )
 
 
 def _dates_as_text(schema: Any) -> dict[str, Any]:
@@ -254,7 +261,18 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
     if dates:
         parsing = lines.ParseOptions(explicit_schema=pa.schema(dates.items()))
         found = lines.read_json(pa.BufferReader(data), reading, parsing)
+    for name in columns:
+        if _is_large(found[name]):
+            _check_whole(name, url, (row.get(name) for row in _objects(data)), "in quotes")
     return found.select(columns)
+
+
+def _objects(data: memoryview) -> Iterator[Any]:
+    """Return the objects of JSON lines as Python has them; one may take several lines, as in Arrow."""
+    text, at, decoder = bytes(data).decode(), 0, json.JSONDecoder()
+    while start := _SOMETHING.search(text, at):
+        found, at = decoder.raw_decode(text, start.start())
+        yield found
 
 
 def _is_deep(data: memoryview) -> bool:

@@ -133,18 +133,24 @@ class Filling:
     def _store(self, index: int, locked: bytes) -> Warmed:
         try:
             payload = self._prefetcher.get(index)
-        except FastloadError as error:
+        except BaseException as error:
             self._cache._unlock_inflight(locked)
-            if not isinstance(error, _BAD):
-                raise
-            size = self._source.size(index)
-            return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
+            return Warmed(index, "failed", self._source.size(index), why_bad(error))
         if isinstance(payload, Unindexed):
             payload = with_rows(payload.data)
         key = self._source.cache_key(index)  # of the version that was read: another, where the object changed
         if key != locked:
             self._cache._unlock_inflight(locked)
         return Warmed(index, put(self._cache, key, payload), self._source.size(index))
+
+
+def why_bad(error: BaseException) -> str:
+    """Return what is wrong with an object that cannot be read or decoded. Raises any other error again."""
+    if isinstance(error, _BAD):
+        return f"{type(error).__name__}: {error.message}"
+    if isinstance(error, FastloadError | MemoryError) or not isinstance(error, Exception):
+        raise error
+    return f"{type(error).__name__}: {error}"  # of the user's `decode`
 
 
 class ToRead(NamedTuple):

@@ -89,16 +89,7 @@ def parse_index(told: dict[str, Any]) -> LitIndex:
             raise ValueError(f"a structure of the leaves {names[:20]} for {len(leaves)} formats")
     except DecodeError:
         raise
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        IndexError,
-        OverflowError,
-        StopIteration,
-        RecursionError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise DecodeError(f"not an index.json of LitData: {type(error).__name__} {error}") from None
     if any(count < 0 for count in chunks.values()):
         raise DecodeError("not an index.json of LitData: a chunk_size is negative")
@@ -221,7 +212,8 @@ def _open_numpy(value: Any) -> Any:
 
 
 def _open_tensor(value: Any) -> torch.Tensor:
-    dtype, shape, data = _split_array(value, ">")
+    newer = int.from_bytes(value[:4], "big") in _TORCH_DTYPES  # older versions wrote little-endian numbers
+    dtype, shape, data = _split_array(value, ">" if newer else "<")
     return _tensor(data, _TORCH_DTYPES[dtype], shape)
 
 

@@ -205,6 +205,8 @@ def opener(encoding: str, *, unsafe: bool) -> Open | None:
         return _ndarray_opener(arguments)
     if name == "pkl":
         return unpickle if unsafe else None
+    if name == "jpeg":
+        arguments = ""  # the quality, which only a writer needs
     return None if arguments else _OPENERS.get(name)
 
 

@@ -4,8 +4,9 @@
     extension  the rest, in lower case: "images/0001.seg.png" is "seg.png" of sample "images/0001"
 
 ustar, pax and GNU headers (POSIX.1-2024 pax; GNU tar manual, "Basic Tar Format"). Members that WebDataset
-skips are skipped: directories, names that begin with a dot or have none, `__name__`; and `__MACOSX`. A link,
-a device or a sparse file makes its sample an error, because its bytes are missing. No name becomes a path.
+skips are skipped: directories, names that begin with a dot or have none, `__name__`; and `__MACOSX`. Files in
+a folder `__name__`, which it skips too, are read: indexes and caches have them. A link, a device or a sparse
+file makes its sample an error, because its bytes are missing. No name becomes a path.
 
 A header with a wrong checksum ends the shard: tar has no mark to search for. So does one whose size leads
 out of the shard. A shard without the two empty blocks at its end is accepted if it ends with a member, as in

@@ -125,7 +125,7 @@ class ColumnGroups(Prefetcher):
         self._own_lock = threading.Lock()
         self._loading = threading.Lock()
         self._held: dict[int, Chunk] = {}  # the one that was used last comes last
-        self._damaged: dict[int, DecodeError] = {}
+        self._damaged: dict[int, str] = {}  # why. An error would hold all that it was raised through
         self._requested: set[int] = set()
         self._dropped: set[int] = set()
         self._warned = False
@@ -157,14 +157,14 @@ class ColumnGroups(Prefetcher):
                     self._held[number] = chunk
                     return chunk
                 if number in self._damaged:
-                    raise self._damaged[number]
+                    raise DecodeError(self._damaged[number])
             try:
                 table = self._read(number)
                 columns = {name: table[column].combine_chunks() for name, column in self._fields.items()}
                 chunk = make_chunk(columns, self.forms, packed=True)
                 self._hold(number, chunk)
             except DecodeError as error:
-                self._damaged[number] = error
+                self._damaged[number] = error.message
                 raise
             finally:
                 self._requested.discard(number)

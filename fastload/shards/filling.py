@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any, Literal, NamedTuple
 
 from fastload.cache import Cache
-from fastload.datasets.warm import Outcome, ToRead, Warmed, put
+from fastload.datasets.warm import Outcome, ToRead, Warmed, put, why_bad
 from fastload.errors import CacheError, DecodeError, NotFoundError, ObjectChangedError, ShortReadError
 from fastload.fetch.reads import record_name
 from fastload.fetch.threads import ReadPool, process_share
@@ -161,10 +161,9 @@ class ShardFilling:
             if record.error is not None:
                 raise record.error
             payload = record.payload if self._encode is None else self._encode(record.payload)
-        except DecodeError as error:
+        except Exception as error:
             name = record_name(self._shards[found.shard].key, record.offset)
-            why = f"{type(error).__name__}: {error.message}"
-            yield warmed._replace(outcome="failed", error=why, key=name)
+            yield warmed._replace(outcome="failed", error=why_bad(error), key=name)
             return
         outcome = put(self._cache, key, payload)
         if outcome != "stored":

@@ -63,6 +63,8 @@ class ShardFormat:
         endings: of the names of its files, without the dot, that no other format has.
         names: regular expression of the keys below a prefix that are shards. Default: by `endings`.
         words: for such keys in errors, as in "no objects named as a tar".
+        skips_hidden: whether a prefix leaves out files and folders whose names begin with . or _: writers
+            have their logs and drafts there, under the endings of shards.
         title: for one shard in errors, as in "is named as a tar".
         split: (offset, end of the shard or None) -> what finds the records in its bytes. None: the dataset
             reads an index of the shards' own, before any record.
@@ -84,6 +86,7 @@ class ShardFormat:
     words: str
     title: str
     names: str = ""
+    skips_hidden: bool = False
     split: Callable[[int, int | None], Splitter] | None = None
     unwrap: Callable[[memoryview], memoryview] = _same
     read_fields: Callable[[memoryview], dict[str, Any]] | None = None
@@ -181,7 +184,9 @@ PARQUET = ShardFormat(
     code="parquet-1",
     dataset="ParquetDataset",
     endings=("parquet", "pq"),
-    words=f"named as Parquet (.parquet, .pq). Read tar shards with fastload.TarDataset, and {_OTHERS}",
+    skips_hidden=True,
+    words="named as Parquet (.parquet or .pq, without a leading . or _). Read tar shards with "
+    f"fastload.TarDataset, and {_OTHERS}",
     title="a Parquet file",
 )
 MDS = ShardFormat(

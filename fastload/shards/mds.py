@@ -119,7 +119,7 @@ class MDSDataset(ShardDataset):
             column.name: Column(
                 column.encoding,
                 opener(column.encoding, unsafe=unsafe),
-                image=column.encoding in IMAGES,
+                image=column.encoding.partition(":")[0] in IMAGES,
                 may_be_image=column.encoding == "bytes",
             )
             for column in columns

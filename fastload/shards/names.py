@@ -88,7 +88,8 @@ def _prefix(name: str, form: ShardFormat) -> Named:
     other = title_of(base)
     if other is not None:
         raise ArgumentError(f"url {name!r} is named as {other[0]}: read it with fastload.{other[1]}")
-    pattern = f"(?:{form.names})|{_INDEX_FILES}"
+    hidden = r"(?!(?:.*/)?[._])" if form.skips_hidden else ""
+    pattern = f"{hidden}(?:{form.names})|{_INDEX_FILES}"
     alone = None
     if base and not directory.endswith(":/"):
         root = directory or ("/" if name.startswith("/") else ".")

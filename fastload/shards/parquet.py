@@ -123,7 +123,8 @@ class ParquetDataset(ShardDataset):
     cache does not have; a cache in mode "auto", "raw" or "dct" then keeps all its rows.
 
     Args:
-        url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
+        url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path. Below a
+            prefix, files and folders whose names begin with "." or "_" are left out, as in pyarrow.
         fields: the columns and their structure: a column, a tuple, a dict, or these nested; None: all.
         decode: a dict {column: function of its value} that replaces the built-in decoding; or a function from
             the dict of the fields, encoded, to the sample. Deterministic.

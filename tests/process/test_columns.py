@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +238,9 @@ def test_index_without_a_sample_is_the_same_error(batches: str, index: Any, kind
     assert next(iter(fastload.DataLoader(dataset, batch_sampler=several)))["id"].tolist() == [99, 1, 2, 1]
 
 
-def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> None:
+@pytest.fixture
+def damaged(tmp_path: Path) -> str:
+    """A dataset whose rows from 9 up to 18 are in a row group that cannot be read."""
     url = write(tmp_path, {"id": pa.array(range(COUNT)), "x": pa.array(np.arange(COUNT) / 3)})
     path = Path(url) / "a.parquet"
     column = pq.read_metadata(path).row_group(1).column(1)
@@ -244,6 +248,11 @@ def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> N
     at = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 20
     data[at : at + 8] = bytes(8)
     path.write_bytes(data)
+    return url
+
+
+def test_damaged_row_group_is_the_error_of_each_of_its_rows(damaged: str) -> None:
+    url = damaged
     for batches in ("rows", "columns"):
         made = loader(
             ParquetDataset(url, batches=batches), on_error="repeat", sampler=range(4, 25), batch_size=21
@@ -254,6 +263,27 @@ def test_damaged_row_group_is_the_error_of_each_of_its_rows(tmp_path: Path) -> N
         with pytest.raises(DecodeError, match="row group 1") as caught:
             list(loader(ParquetDataset(url, batches=batches), sampler=range(COUNT)))
         assert caught.value.key == ParquetDataset(url).key(9)
+
+
+def test_damaged_row_group_keeps_no_batch_that_asked_for_it(damaged: str) -> None:
+    dataset = ParquetDataset(damaged, batches="columns")
+    source = dataset._column_source()
+    (number,) = source.locate(np.array([9]))[0].tolist()
+
+    def ask() -> Any:
+        batch = Batch()
+        with pytest.raises(DecodeError, match="cannot be read"):
+            source.chunk(number)
+        return weakref.ref(batch)
+
+    asked = [ask() for _ in range(3)]
+    gc.collect()
+    assert [batch() for batch in asked] == [None] * 3
+    dataset.close()
+
+
+class Batch:
+    """Something that a weak reference can be of."""
 
 
 def _stream(table: Any, *, batches: int = 1, compression: str | None = None) -> bytearray:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 import fastload
 from fastload import DataLoader
 from tests.loaderdata import seed_all
-from tests.sharddata import shards
+from tests.sharddata import jpeg, shards
 
 LENGTH = 400
 
@@ -167,4 +167,25 @@ def test_function_beside_a_fused_transform_draws_the_same_for_any_number_of_work
     assert len({tuple(numbers) for numbers in expected.values()}) == len(data)
     assert epoch(1, 16, 5) == epoch(2, 7, 5) == expected
     assert epoch(0, 16, 6) != expected
+    data.close()
+
+
+def add_one_and_draw_late(values: Any) -> Any:
+    values += 1
+    if values[0] > 100:
+        random.random()
+    return values
+
+
+def test_function_that_draws_late_and_changes_its_field_gets_it_once(tmp_path: Path) -> None:
+    """A hundred samples without a draw come before."""
+    (tmp_path / "photo.jpg").write_bytes(jpeg(0))
+    data = fastload.TableDataset(
+        {"photo": ["photo.jpg"] * 101, "values": [[row] for row in range(101)]},
+        {"photo": fastload.File("photo"), "values": "values"},
+        url=tmp_path,
+        transform={"photo": fastload.CenterCrop(8), "values": add_one_and_draw_late},
+    )
+    (batch,) = DataLoader(data, 101, seed=1)
+    assert batch["values"].flatten().tolist() == list(range(1, 102))
     data.close()

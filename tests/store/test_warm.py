@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -11,12 +12,21 @@ from typing import Any
 
 import pytest
 
-from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload import (
+    Cache,
+    DataLoader,
+    DistributedSampler,
+    ImageFolder,
+    ObjectDataset,
+    RandomResizedCrop,
+    TFRecordDataset,
+)
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy
 from fastload.cli.warming import share_of
 from fastload.datasets.warm import Warmed
 from fastload.errors import ArgumentError, CacheError
+from fastload.formats.tfrecord import TFRecordWriter
 from tests.bucketdata import PHOTOS, Bucket
 from tests.commands import answer, command, document, run, start
 from tests.patience import PATIENCE, wait_until
@@ -292,6 +302,37 @@ def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     (folder / "07").write_bytes(b"x")
     assert dataset.cache._lock_inflight(dataset._cache_keys(7)[0]), "its in-flight lock was given back"
     dataset.close()
+
+
+def refuses_one(data: bytes) -> bytes:
+    if data[:1] == b"\1":
+        raise KeyError("label")
+    return data
+
+
+def test_object_that_decode_refuses_is_an_outcome(folder: Path, tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", "decoded")
+    dataset = ObjectDataset(str(folder), decode=refuses_one, cache=cache)
+    outcomes = list(dataset.warm(range(3)))
+    assert [warmed.outcome for warmed in outcomes] == ["stored", "failed", "stored"]
+    assert outcomes[1].error == "KeyError: 'label'"
+    assert cache._lock_inflight(dataset._cache_keys(1)[0]), "its in-flight lock was given back"
+    dataset.close()
+    cache.close()
+
+
+def test_record_that_decode_refuses_is_an_outcome(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", "decoded")
+    writer = TFRecordWriter(file := io.BytesIO())
+    for number in range(3):
+        writer.write(bytes([number]) * 9)
+    url = write(tmp_path / "data", {"a.tfrecord": file.getvalue()})
+    dataset = TFRecordDataset(url, decode=refuses_one, cache=cache)
+    outcomes = list(dataset._warm_shards([0]))
+    assert sorted(warmed.outcome for warmed in outcomes) == ["failed", "stored", "stored"]
+    assert [warmed.error for warmed in outcomes if warmed.error] == ["KeyError: 'label'"]
+    dataset.close()
+    cache.close()
 
 
 def test_closing_the_iterator_keeps_stored_records(folder: Path, tmp_path: Path) -> None:

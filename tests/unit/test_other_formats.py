@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from PIL import Image
 from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.formats import beton as beton_format
+from fastload.formats import litdata as lit_format
 from fastload.formats.pieces import zstd
 from tests.data.make_formats import COUNT, describe, encoded, pixels
 
@@ -200,6 +202,30 @@ def test_decode_replaces_what_belongs_to_an_encoding(copied: Callable[[str], Pat
     assert list(MDSDataset(folder, fields=("text",))[2]) == ["xx"]
     whole = MDSDataset(folder, decode=lambda columns: columns["label"][0])
     assert [whole[number] for number in range(COUNT)] == list(range(COUNT))
+
+
+@pytest.mark.parametrize("transform", [None, CenterCrop(12)])
+def test_quality_that_an_encoding_of_mds_names_is_for_writers(
+    transform: Any, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("mds-gz")
+
+    def name_it(told: Any) -> None:
+        for shard in told["shards"]:
+            shard["column_encodings"][0] += ":90"
+
+    edit(folder, name_it)
+    images = [MDSDataset(place, "image", transform=transform)[3] for place in (folder, DATA / "mds-gz")]
+    assert np.array_equal(*map(np.asarray, images))
+    assert type(images[0]) is type(images[1])
+
+
+@pytest.mark.parametrize("order", ["<", ">"], ids=["older", "newer"])
+def test_tensors_of_older_and_newer_litdata_are_opened(order: str) -> None:
+    wanted = torch.arange(6).reshape(2, 3)
+    opener: Any = lit_format.opener("tensor", bytes, unsafe=False)
+    found = opener(memoryview(struct.pack(f"{order}4I", 18, 2, 2, 3) + wanted.numpy().tobytes()))
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 def test_pickles_are_opened_only_if_asked_for() -> None:

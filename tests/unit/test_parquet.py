@@ -249,6 +249,14 @@ def test_saved_state_of_other_filters_is_refused(url: str) -> None:
         other._streams().open_stream(state)
 
 
+def test_prefix_leaves_out_logs_and_drafts(tmp_path: Path) -> None:
+    hidden = ["_temporary/0/a.parquet", "_delta_log/1.parquet", "year=2024/._a.parquet"]
+    url = write(tmp_path / "_files", dict.fromkeys(["a.parquet", *hidden], parquet(table(range(12)))))
+    assert len(closing(ParquetDataset(url))) == 12
+    assert [len(closing(ParquetDataset(f"{url}/{name}"))) for name in hidden] == [12] * 3
+    assert len(closing(ParquetDataset(f"{url}/**/*.parquet"))) == 4 * 12
+
+
 # --- Filters -----------------------------------------------------------------------------------------------
 
 

@@ -257,6 +257,21 @@ def test_dates_in_a_file_of_text_stay_text(table: Any, objects: Path, tmp_path: 
     assert found[0] == ("a day", "2024-01-02", "12:30:00", 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", b"score\n1e20\n3\n-9223372036854775808\n"),
+        ("t.jsonl", b'{"score": 1e20}\n{"score": 3}\n{"score": -9223372036854775808}\n'),
+    ],
+)
+def test_large_floats_beside_whole_numbers_are_floats(
+    name: str, content: bytes, table: Any, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    data = table("score", tmp_path / name)
+    assert [data[row] for row in range(3)] == [1e20, 3.0, -(2.0**63)]
+
+
 def test_nan_of_a_frame_stays_nan(table: Any) -> None:
     pandas = pytest.importorskip("pandas")
     assert np.isnan(table("y", pandas.DataFrame({"y": [1.0, float("nan")]}))[1])
@@ -615,6 +630,11 @@ def test_tables_without_good_values_are_refused(rows: Any, message: str) -> None
         ("t.csv", b"label\n", "the table has no rows"),
         ("t.csv", b"label\ncaf\xe9\n", "is not in UTF-8"),
         ("t.csv", b"label\n18446744073709551615\n1\n", "whole numbers that int64 cannot hold"),
+        (
+            "t.jsonl",
+            b'{"label": 9007199254740993}\n{"label":\n 18446744073709551615}\n',
+            "whole numbers that int64 cannot hold: write them in quotes",
+        ),
         ("t.csv", b"a;label\n1;2\n", "has one column, 'a;label': write the file with ','"),
     ],
 )
