@@ -409,8 +409,15 @@ class Fused(Crop):
 def _state_of(step: Step) -> str:
     """Return all that the result of a step of torchvision depends on, as text."""
     values = getattr(step, "__dict__", {}).items()
-    used = {name: value for name, value in values if name != "training" and not name.startswith("_")}
+    used = {name: _plain(value) for name, value in values if name != "training" and not name.startswith("_")}
     return f"{_kind(step)} {used}"
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and tensors as lists: their own text has few digits, and depends on print options."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _draw(flips: list[Flip], rng: Rng) -> tuple[bool, bool]:
