@@ -93,10 +93,11 @@ def plan(steps: list[Step]) -> Plan:
     why = "it has no crop and no resize"
     done = 0
     while done < len(steps):
-        step, kind = steps[done], _kind(steps[done])
+        step: Any = steps[done]
+        kind = _kind(step)
         try:
             if kind in _FLIPS:
-                (before if crop is None else after).append(_flip(step, _FLIPS[kind]))
+                (before if crop is None else after).append(Flip(_FLIPS[kind], check_flip(step.p)))
             elif kind in _VALUES:
                 found = _values_of([*value_steps, step])
                 if crop is None and found.table is not None:
@@ -126,10 +127,6 @@ def _kind(step: Any) -> str:
 
 def _hooked(step: Any) -> bool:
     return "forward" in getattr(step, "__dict__", {}) or any(getattr(step, name, None) for name in _HOOKS)
-
-
-def _flip(step: Any, vertical: bool) -> Flip:
-    return Flip(vertical, check_flip(step.p))
 
 
 def _values_of(steps: list[Step]) -> Values:
