@@ -151,6 +151,6 @@ def _resize(
     """Resize the box of `pixels` to `size` (height, width) by an antialiased bilinear filter."""
     if clamp:
         (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])  # whole pixels, as the kernel
-        pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
+        pixels, box = pixels[y0:y1, x0:x1], (box[0] - x0, box[1] - y0, box[2] - x0, box[3] - y0)
     resized = Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(resized)
