@@ -13,8 +13,9 @@ import functools
 import operator
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -419,12 +420,35 @@ class Crop(ABC):
 def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
     """Call `make` for each row. Rows that Python decodes, such as a PNG's, are shared by threads too."""
     others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
-    if len(others) < 2:
-        return [make(k) for k in range(len(images))]
-    decoders = _decoders(os.getpid(), threads())
-    made = {k: decoders.submit(make, k) for k in others}
-    wait(made.values())  # after an error too, no thread writes rows any more
-    return [made[k].result() if k in made else make(k) for k in range(len(images))]
+    made = _share(make, others) if len(others) > 1 else {}
+    return [made[k] if k in made else make(k) for k in range(len(images))]
+
+
+def _share(make: Callable[[int], _T], rows: list[int]) -> dict[int, _T]:
+    """Call `make` for each row, in this thread and in as many others as can be started."""
+    left, made, helpers = deque(rows), dict[int, _T](), list[Future[None]]()
+
+    def drain() -> None:
+        while True:
+            try:
+                k = left.popleft()
+            except IndexError:
+                return
+            made[k] = make(k)
+
+    try:
+        try:
+            for _ in range(min(threads(), len(rows)) - 1):
+                helpers.append(_decoders(os.getpid(), threads()).submit(drain))
+        except RuntimeError:  # a limit of threads
+            _decoders.cache_clear()  # its queue keeps the call for which no thread could be started
+        drain()
+    finally:  # after an error too, no thread writes rows any more
+        left.clear()
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+    return made
 
 
 def _is_for_kernel(image: Source) -> bool:

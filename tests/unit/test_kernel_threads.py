@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -22,9 +24,10 @@ from fastload import Cache, CenterCrop, RandomResizedCrop
 from fastload.cache.segment import PLACE, Places
 from fastload.formats.sample import dump
 from fastload.images import kernel as native
-from fastload.images.crop import Crop, _map_rows, noted_boxes
+from fastload.images.crop import Crop, _decoders, _map_rows, noted_boxes
 from fastload.images.decode import Oriented, to_dct, with_rows
 from fastload.images.rng import sample_seeds
+from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, png, scene, variants
 
 compiled = native.kernel
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.skipif(compiled is None, reason="the kernel is not buil
 
 Placed = Callable[[list[Any]], Places]
 THREADS = (0, 1, 2, 5)
+PNGS = [png(Image.fromarray(scene(9, 9)))] * 4
 SEEDS = sample_seeds(3, 1, np.arange(4096))
 CROPS = [
     RandomResizedCrop(32, flip=0.5),
@@ -246,20 +250,65 @@ def test_crop_resize_gives_the_same_with_any_number_of_threads() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_no_thread_writes_rows_after_the_error_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_no_thread_writes_rows_after_the_error_of_another(
+    fails_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The slot of such a batch goes to another one."""
     monkeypatch.setattr("fastload.images.crop.threads", lambda: 2)
-    made = []
+    begun, ended, both, here = list[int](), list[int](), threading.Barrier(2), threading.current_thread()
 
     def make(row: int) -> None:
-        if row == 0:
+        begun.append(row)
+        if row < 2:
+            both.wait(PATIENCE)
+        if (threading.current_thread() is here) == fails_here:
+            ended.append(row)
             raise MemoryError
         time.sleep(0.1)
-        made.append(row)
+        ended.append(row)
 
     with pytest.raises(MemoryError):
-        _map_rows(make, [png(Image.fromarray(scene(9, 9)))] * 4)
-    assert sorted(made) == [1, 2, 3]
+        _map_rows(make, PNGS)
+    assert sorted(begun) == sorted(ended)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("failing", [None, 0, 3])
+def test_rows_are_made_where_no_thread_can_be_started(
+    most: int, failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of processes. No call stays in a queue, with the rows of a batch that is gone."""
+    monkeypatch.setattr("fastload.images.crop.threads", lambda: 4)
+    _decoders.cache_clear()
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def make(row: int) -> int:
+        if row == failing:
+            raise MemoryError
+        return row
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start_some)
+        if failing is None:
+            assert _map_rows(make, PNGS) == [0, 1, 2, 3]
+        else:
+            with pytest.raises(MemoryError):
+                _map_rows(make, PNGS)
+    for thread in started:
+        _decoders.cache_clear()  # so that it ends
+        thread.join()
+    kept = weakref.ref(make)
+    del make
+    gc.collect()
+    assert kept() is None
+    assert _map_rows(lambda row: row, PNGS) == [0, 1, 2, 3]
 
 
 def test_threads_are_as_many_as_asked_for_and_end() -> None:
