@@ -73,7 +73,7 @@ def is_plain_jpeg(data: Any) -> bool:
     Args:
         data: the file, in anything with the buffer protocol. Any bytes are allowed.
     """
-    view = without_rows(memoryview(data).cast("B"))
+    view = memoryview(data).cast("B")
     jfif, adobe, components = False, -1, b""
     for marker, body in _segments(view):
         if marker in _OTHER_FRAMES or marker in (_EOI, _JUNK):
