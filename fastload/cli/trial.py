@@ -107,9 +107,8 @@ class TryReport(MeasuredReport):
             yield from _describe(loader)
         for name, run in (("torch", self.torch), ("fastload", self.fastload)):
             if run.failure is not None:
-                yield styled(
-                    f"the script failed with {name}'s loader, exit code {run.exit_code}:", "bold red"
-                )
+                end = "and was killed" if run.exit_code is None else f"exit code {run.exit_code}"
+                yield styled(f"the script failed with {name}'s loader, {end}:", "bold red")
                 yield from (f"  {line}" for line in run.failure.splitlines())
             elif run.ended == "killed":
                 yield f"the script with {name}'s loader did not end after Ctrl-C, and was killed"
@@ -233,9 +232,11 @@ def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(script.pid, signal.SIGKILL)  # its workers too
             script.wait()
-        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if code else []
+        # Its own threads may keep a script from ending after its error.
+        failed = bool(code) or (not interrupted and (Path(directory) / FAILED).exists())
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if failed else []
         measured = [json.loads(path.read_text()) for path in Path(directory).glob("*.json")]
-    result = ScriptRun(log=log, ended=ended, exit_code=code, failure="\n".join(lines) if code else None)
+    result = ScriptRun(log=log, ended=ended, exit_code=code, failure="\n".join(lines) if failed else None)
     return result, max(measured, key=lambda loaders: sum(one["batches"] for one in loaders), default=[])
 
 

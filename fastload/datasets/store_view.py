@@ -224,8 +224,9 @@ class StoreView(PlainView):
         images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
         rows, records, lengths = rows[places.here], records[places.here], places.table["length"]
         seeds = sample_seeds(seed, epoch, records)
-        job = crop._begin_rows(images, rows, places.table, seeds, pixels=pixels, owner=places)
-        failed, reading, decoding = job.finish()
+        failed, reading, decoding = crop._make_rows(
+            images, rows, places.table, seeds, pixels=pixels, owner=places
+        )
         made: Any = ~np.isin(rows, failed) if failed else slice(None)
         made_rows, made_records = rows[made].tolist(), records[made].tolist()
         builder.note_made(batch, made_rows, made_records)

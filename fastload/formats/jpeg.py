@@ -50,7 +50,7 @@ def used_index(data: memoryview) -> memoryview | None:
 
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
-_JUNK = 0  # in the place of a marker: bytes between two segments
+_JUNK, _SCAN = 0, 1  # in the place of a marker: bytes between two segments, and all that follows the header
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
 # All other frame types: progressive, lossless, hierarchical, arithmetic-coded. (C4, C8 and CC are no frames.)
 _OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -73,7 +73,7 @@ def is_plain_jpeg(data: Any) -> bool:
     Args:
         data: the file, in anything with the buffer protocol. Any bytes are allowed.
     """
-    view = without_rows(memoryview(data).cast("B"))
+    view = memoryview(data).cast("B")
     jfif, adobe, components = False, -1, b""
     for marker, body in _segments(view):
         if marker in _OTHER_FRAMES or marker in (_EOI, _JUNK):
@@ -122,6 +122,14 @@ def jpeg_orientation(data: Any) -> int:
     return found if 1 <= found <= 8 else 1
 
 
+def has_end(data: Any) -> bool:
+    """Return whether an end marker follows the header of a JPEG. Bytes after it are ignored."""
+    view = memoryview(data).cast("B")
+    if bytes(view[-2:]) == b"\xff\xd9":
+        return True
+    return any(marker == _SCAN and b"\xff\xd9" in bytes(body) for marker, body in _segments(view))
+
+
 def exif_of(orientation: int) -> bytes:
     """Return EXIF data with an orientation and nothing else."""
     entry = struct.pack(">HHIHH", _ORIENTATION, 3, 1, orientation, 0)
@@ -136,7 +144,7 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Return (marker, body) of the segments of a JPEG, up to its first scan or to one that is cut.
+    """Return (marker, body) of the segments of a JPEG's header, up to one that is cut; then its _SCAN.
 
     libjpeg and Pillow pass over bytes between them, and so does this: these are _JUNK, without a body.
     """
@@ -151,6 +159,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
             return
         yield marker, view[start:at]
         if marker == _SOS:
+            yield _SCAN, view[at:]
             return
 
 

@@ -117,7 +117,7 @@ class DaliDecoder(ImageDecoder):
 
     Args:
         device, on_error, counters, bad: see `ImageDecoder`.
-        options: None: the defaults.
+        options: the settings of the pipeline.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class DaliDecoder(ImageDecoder):
         on_error: str,
         counters: Counters,
         bad: BadSamples,
-        options: Dali | None = None,
+        options: Dali,
     ) -> None:
         super().__init__(device, on_error, counters, bad)
-        self._options = options or Dali()
+        self._options = options
         self._queue: deque[_Batch] = deque()  # fed, oldest first
         self._pipe: Any = None
         self._built_for: tuple[Any, ...] = ()

@@ -282,7 +282,7 @@ class DevicePrefetcher:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return _nothing
+        return lambda: None
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for a batch made in this process."""
@@ -447,7 +447,3 @@ class _IdleTime:
             self._counters.add("device.seconds", asked.elapsed_time(again) / 1000)
             # Negative where the batch was ready before the device needed it.
             self._counters.add("device.idle.seconds", max(0.0, asked.elapsed_time(ready)) / 1000)
-
-
-def _nothing() -> None:
-    pass

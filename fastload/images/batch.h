@@ -42,17 +42,12 @@ typedef struct {
 static bool resize_pixels(const Task *task, const Batch *batch, Kept kept, Target target, Scratch *s, char *message) {
     Box box;
     bool flip;
-    if (!choose_box(&task->cut, kept.width, kept.height, batch->width, batch->height, &box, &flip)) {
-        snprintf(message, MESSAGE_SIZE, FRAMED);
-        return false;
-    }
-    if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 && box.x1 <= kept.width &&
-          box.y1 <= kept.height)) {
-        snprintf(message, MESSAGE_SIZE, "the box is not inside the image");
-        return false;
-    }
-    if (!resizer_start(&s->resizer, box, kept.width, kept.height, batch->width, batch->height, batch->clamp, flip, target)) {
-        snprintf(message, MESSAGE_SIZE, "out of memory");
+    const char *reason = choose_box(&task->cut, kept.width, kept.height, batch->width, batch->height, &box, &flip);
+    if (!reason && !resizer_start(&s->resizer, box, kept.width, kept.height, batch->width, batch->height, batch->clamp, flip,
+                                  target))
+        reason = "out of memory";
+    if (reason) {
+        snprintf(message, MESSAGE_SIZE, "%s", reason);
         return false;
     }
     resizer_run(&s->resizer, kept.data, kept.stride);

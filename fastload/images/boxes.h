@@ -8,8 +8,6 @@
 
 #include "resize.h"
 
-#define FRAMED "a result that is larger than the image has a black frame, which Python makes"
-
 enum { GIVEN_BOX, RANDOM_BOX, CENTRE_BOX };
 
 typedef struct {
@@ -92,21 +90,27 @@ static bool centre_place(const Law *law, double width, double height, int out_wi
            centre_axis(height, resized_height, out_height, &box->y0, &box->y1);
 }
 
-/* The box and the flip for an image of that size. False: the result is larger than the resized image. */
-static bool choose_box(const Cut *cut, double width, double height, int out_width, int out_height, Box *box, bool *flip) {
+/* The box and the flip for an image of that size. Returns NULL, or why there is none. */
+static const char *choose_box(const Cut *cut, double width, double height, int out_width, int out_height, Box *box, bool *flip) {
     uint64_t state = cut->seed;
     *flip = false;
     switch (cut->law->kind) {
         case GIVEN_BOX:
             *box = cut->box;
             *flip = cut->flip;
-            return true;
+            break;
         case RANDOM_BOX:
             *box = random_place(cut->law, width, height, &state);
             *flip = cut->law->flip > 0 && random_double(&state) < cut->law->flip;
-            return true;
-        default: return centre_place(cut->law, width, height, out_width, out_height, box);
+            break;
+        default:
+            if (!centre_place(cut->law, width, height, out_width, out_height, box))
+                return "a result that is larger than the image has a black frame, which Python makes";
     }
+    /* Written so that NaN fails. */
+    const bool inside = box->x0 >= 0 && box->y0 >= 0 && box->x1 - box->x0 >= 1e-6 && box->y1 - box->y0 >= 1e-6 &&
+                        box->x1 <= width && box->y1 <= height;
+    return inside ? NULL : "the box is not inside the image";
 }
 
 #endif

@@ -13,8 +13,9 @@ import functools
 import operator
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -76,30 +77,6 @@ def _noted(box: CropBox, rng: Rng) -> CropBox:
     if notes is not None:
         notes.append((box, isinstance(rng, SampleRng)))
     return box
-
-
-class RowJob:
-    """Rows that the kernel makes from records of a cache, while this thread does something else.
-
-    Args:
-        left: rows that the kernel does not take.
-        job: of the kernel; None: there is nothing to wait for.
-    """
-
-    def __init__(self, left: list[int], job: Any) -> None:
-        self._left, self._job, self._kernel = left, job, active()
-
-    def finish(self) -> tuple[list[int], float, float]:
-        """Wait for the rows; return (rows that were not made, seconds of reading, seconds of decoding).
-
-        A row is not made where the kernel is missing or does not know the image's format, and where the
-        record or the image is damaged. To read and fill it in the general way makes it, or says what is
-        wrong. The seconds are those of all threads together.
-        """
-        if self._job is None:
-            return self._left, 0.0, 0.0
-        failed, reading, decoding = self._kernel.finish_rows(self._job)
-        return [row for row, _ in failed], reading, decoding
 
 
 class Crop(ABC):
@@ -326,7 +303,7 @@ class Crop(ABC):
             images[rows] = out
         return failures
 
-    def _begin_rows(
+    def _make_rows(
         self,
         images: NDArray[np.uint8],
         rows: NDArray[np.int64],
@@ -335,24 +312,32 @@ class Crop(ABC):
         *,
         pixels: bool,
         owner: object,
-    ) -> RowJob:
-        """Begin to make rows of a batch from records of a cache, without Python's work on each of them.
+    ) -> tuple[list[int], float, float]:
+        """Make rows of a batch from records of a cache, without Python's work on each of them.
 
-        The rows are those of `_fill_rows`, to the bit. The threads of `kernel.set_threads` make them.
+        The rows are those of `_fill_rows`, to the bit. A row is left out where the kernel is missing or does
+        not know the image's format, and where the record or the image is damaged. To read and fill it in the
+        general way makes it, or says what is wrong.
 
         Args:
-            images: (n, *sample_shape) uint8, the whole batch. Nobody else writes these rows before `finish`.
+            images: (n, *sample_shape) uint8, the whole batch.
             rows: of each record.
             places: where the records lie: `Cache._locate(keys).table`.
             seeds: of each record, as in `fill`.
             pixels: the cache is in mode "decoded".
             owner: keeps the segments open: the result of `Cache._locate`.
+
+        Returns:
+            (rows that were not made, seconds of reading, seconds of decoding). The seconds are those of all
+            threads together.
         """
         law = None if _notes.get() is not None else self._box_law
         if law is None:
-            return RowJob(rows.tolist(), None)
+            return rows.tolist(), 0.0, 0.0
         options = pixels, self.channels_last, self._clamp, self._max_pixels, self.strict
-        return RowJob([], active().begin_rows(images, places, rows, seeds, law, *options, owner))
+        job = active().begin_rows(images, places, rows, seeds, law, *options, owner)
+        failed, reading, decoding = active().finish_rows(job)
+        return [row for row, _ in failed], reading, decoding
 
     def _as_sample(self, row: torch.Tensor) -> torch.Tensor:
         """Return a row of a batch, as `__call__` gives it."""
@@ -419,12 +404,35 @@ class Crop(ABC):
 def _map_rows(make: Callable[[int], _T], images: Sequence[Source]) -> list[_T]:
     """Call `make` for each row. Rows that Python decodes, such as a PNG's, are shared by threads too."""
     others = [k for k, image in enumerate(images) if not _is_for_kernel(image)] if threads() > 1 else []
-    if len(others) < 2:
-        return [make(k) for k in range(len(images))]
-    decoders = _decoders(os.getpid(), threads())
-    made = {k: decoders.submit(make, k) for k in others}
-    wait(made.values())  # after an error too, no thread writes rows any more
-    return [made[k].result() if k in made else make(k) for k in range(len(images))]
+    made = _share(make, others) if len(others) > 1 else {}
+    return [made[k] if k in made else make(k) for k in range(len(images))]
+
+
+def _share(make: Callable[[int], _T], rows: list[int]) -> dict[int, _T]:
+    """Call `make` for each row, in this thread and in as many others as can be started."""
+    left, made, helpers = deque(rows), dict[int, _T](), list[Future[None]]()
+
+    def drain() -> None:
+        while True:
+            try:
+                k = left.popleft()
+            except IndexError:
+                return
+            made[k] = make(k)
+
+    try:
+        try:
+            for _ in range(min(threads(), len(rows)) - 1):
+                helpers.append(_decoders(os.getpid(), threads()).submit(drain))
+        except RuntimeError:  # a limit of threads
+            _decoders.cache_clear()  # its queue keeps the call for which no thread could be started
+        drain()
+    finally:  # after an error too, no thread writes rows any more
+        left.clear()
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+    return made
 
 
 def _is_for_kernel(image: Source) -> bool:

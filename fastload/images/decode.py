@@ -128,7 +128,10 @@ def decode_resized(data: Source, short_side: int) -> Pixels:
 
     The longer side is rounded down, as torchvision's Resize does; the filter is antialiased bilinear.
     """
-    return _resized(_open(data, MAX_PIXELS, True), short_side)
+    smaller = open_smaller(data, short_side)
+    out = np.empty(smaller.shape, np.uint8)
+    smaller.draw(out)
+    return out
 
 
 class Smaller(NamedTuple):
@@ -154,15 +157,6 @@ def open_smaller(data: Source, short_side: int) -> Smaller:
     opened = _open(data, MAX_PIXELS, True)
     shape = _resized_shape(opened, short_side)
     return Smaller(shape, opened.turned, lambda out: _draw_resized(opened, out))
-
-
-def _resized(opened: _Opened, short_side: int) -> Pixels:
-    if is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
-        pixels: Pixels = opened.source
-        return pixels
-    out = np.empty(_resized_shape(opened, short_side), np.uint8)
-    _draw_resized(opened, out)
-    return out
 
 
 def _resized_shape(opened: _Opened, short_side: int) -> tuple[int, int, int]:
@@ -193,13 +187,14 @@ def shrink(data: Source, short_side: int, quality: int) -> bytes:
     opened = _open(data, MAX_PIXELS, True)
     if not is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
         return bytes(opened.source)
-    height, width, _ = _resized_shape(opened, short_side)
+    height, width, _ = shape = _resized_shape(opened, short_side)
     if max(height, width) > _LONGEST_JPEG:
         raise DecodeError(
             f"its copy in a cache of mode 'shrunk' would be a JPEG of {width} x {height} pixels, and "
             f"none has more than {_LONGEST_JPEG} on a side: use mode 'auto', 'raw' or 'decoded'"
         )
-    pixels = _resized(opened, short_side)
+    pixels = np.empty(shape, np.uint8)
+    _draw_resized(opened, pixels)
     encoded: bytes = simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False)
     orientation = opened.turned
     return encoded if orientation == 1 else with_orientation(encoded, orientation)

@@ -16,7 +16,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from fastload.formats.jpeg import is_record
+from fastload.formats.jpeg import has_end, is_record
 
 Pixels = NDArray[np.uint8]
 
@@ -29,22 +29,9 @@ def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
             f"{width} x {height} pixels are more than max_pixels={max_pixels}: "
             "resize the image before, or read it by a decode= of your own"
         )
-    if strict and not _has_end(memoryview(data)):
+    if strict and not has_end(data):
         raise ValueError("premature end: the file was cut, it has no end marker")
     return width, height
-
-
-def _has_end(view: memoryview) -> bool:
-    """Return whether an end marker follows the header. Bytes after it are ignored."""
-    if bytes(view[-2:]) == b"\xff\xd9":
-        return True
-    data, at = bytes(view), 2
-    while data[at : at + 2] != b"\xff\xda":  # by segments: a thumbnail inside one has an end marker
-        if at + 4 > len(data):
-            return False
-        fill = data[at + 1] == 0xFF
-        at += 1 if fill else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return data.rfind(b"\xff\xd9", at) > 0
 
 
 def _header(data: Any) -> tuple[int, int, str]:
@@ -151,6 +138,6 @@ def _resize(
     """Resize the box of `pixels` to `size` (height, width) by an antialiased bilinear filter."""
     if clamp:
         (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])  # whole pixels, as the kernel
-        pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
+        pixels, box = pixels[y0:y1, x0:x1], (box[0] - x0, box[1] - y0, box[2] - x0, box[3] - y0)
     resized = Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(resized)

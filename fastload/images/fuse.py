@@ -93,10 +93,11 @@ def plan(steps: list[Step]) -> Plan:
     why = "it has no crop and no resize"
     done = 0
     while done < len(steps):
-        step, kind = steps[done], _kind(steps[done])
+        step: Any = steps[done]
+        kind = _kind(step)
         try:
             if kind in _FLIPS:
-                (before if crop is None else after).append(_flip(step, _FLIPS[kind]))
+                (before if crop is None else after).append(Flip(_FLIPS[kind], check_flip(step.p)))
             elif kind in _VALUES:
                 found = _values_of([*value_steps, step])
                 if crop is None and found.table is not None:
@@ -126,10 +127,6 @@ def _kind(step: Any) -> str:
 
 def _hooked(step: Any) -> bool:
     return "forward" in getattr(step, "__dict__", {}) or any(getattr(step, name, None) for name in _HOOKS)
-
-
-def _flip(step: Any, vertical: bool) -> Flip:
-    return Flip(vertical, check_flip(step.p))
 
 
 def _values_of(steps: list[Step]) -> Values:
@@ -409,8 +406,15 @@ class Fused(Crop):
 def _state_of(step: Step) -> str:
     """Return all that the result of a step of torchvision depends on, as text."""
     values = getattr(step, "__dict__", {}).items()
-    used = {name: value for name, value in values if name != "training" and not name.startswith("_")}
+    used = {name: _plain(value) for name, value in values if name != "training" and not name.startswith("_")}
     return f"{_kind(step)} {used}"
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and tensors as lists: their own text has few digits, and depends on print options."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _draw(flips: list[Flip], rng: Rng) -> tuple[bool, bool]:

@@ -171,13 +171,6 @@ static int choose_denominator(Box box, int width, int height) {
     return denominator;
 }
 
-static void check_box(Decoder *d, Box box) {
-    /* Written so that NaN fails. */
-    if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 &&
-          box.x1 <= d->jpeg.image_width && box.y1 <= d->jpeg.image_height))
-        decoder_fail(d, "the box is not inside the image");
-}
-
 /* Decodes the rows that the resizer wants through a ring of as many as one output row mixes. */
 static void resize_rows(Decoder *d, int denominator, Scratch *s) {
     Resizer *r = &s->resizer;
@@ -227,8 +220,8 @@ static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *lim
     if (setjmp(d.escape))
         if (!decoder_again(&d)) return d.done;
     decoder_open(&d, data, size, limits);
-    if (!choose_box(cut, d.jpeg.image_width, d.jpeg.image_height, width, height, &box, &flip)) decoder_fail(&d, FRAMED);
-    check_box(&d, box);
+    const char *reason = choose_box(cut, d.jpeg.image_width, d.jpeg.image_height, width, height, &box, &flip);
+    if (reason) decoder_fail(&d, reason);
     /* Scaled regions of rare kinds (chroma 8 times smaller) have wrong pixels in libjpeg-turbo 2.1.5: full size then. */
     const bool rare = d.jpeg.max_h_samp_factor * d.jpeg.max_v_samp_factor > 4;
     const int denominator = rare ? 1 : choose_denominator(box, width, height);

@@ -75,7 +75,7 @@ static Kept kept_pixels(const uint8_t *payload, size_t size) {
     const size_t pixels = (shape + 24 + 63) / 64 * 64, behind = begin ? 9 : 0; /* the orientation: a tag and 8 bytes */
     if (size < SUM_LEAST || memcmp(payload + begin, array, sizeof array)) return none;
     const uint64_t height = sum_read(payload + shape), width = sum_read(payload + shape + 8);
-    if (height < 1 || width < 1 || height >= 1 << 26 || width >= 1 << 26 || sum_read(payload + shape + 16) != 3) return none;
+    if (height < 1 || width < 1 || height > LONGEST || width > LONGEST || sum_read(payload + shape + 16) != 3) return none;
     if (pixels + height * width * 3 + behind != size || (behind && payload[size - behind] != 'i')) return none;
     return (Kept){payload + pixels, (int)width, (int)height, (ptrdiff_t)width * 3};
 }

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop, cached
-from fastload.images.crop import RowJob
+from fastload.images.crop import Crop
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.counters import Counters, rates
 from fastload.metrics.machine import Cores, usable_cores
@@ -124,19 +124,19 @@ def test_slow_store(fused: bool) -> None:
 
 def slow_disk(_: int) -> None:
     """In a worker: every read of a record takes long, by Python and by the kernel."""
-    real_read, real_finish = os.preadv, RowJob.finish
+    real_read, real_make = os.preadv, Crop._make_rows
 
     def preadv(*args: Any) -> int:
         time.sleep(0.01)
         return real_read(*args)
 
-    def finish(job: RowJob) -> tuple[list[int], float, float]:
-        left, reading, decoding = real_finish(job)
+    def make_rows(*args: Any, **options: Any) -> tuple[list[int], float, float]:
+        left, reading, decoding = real_make(*args, **options)
         time.sleep(0.02)
         return left, reading + 0.02, decoding
 
     os.preadv = preadv
-    RowJob.finish = finish  # type: ignore[method-assign]
+    Crop._make_rows = make_rows  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("through", ["ObjectDataset", "cached"])

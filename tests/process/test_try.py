@@ -501,6 +501,17 @@ def test_script_that_ignores_interrupts_is_killed(
     assert loaders[0]["batches"] > 1
 
 
+@forks
+def test_script_that_fails_and_does_not_end_has_failed(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_SECONDS_TO_END", 0.4)
+    thread = "threading.Thread(target=time.sleep, args=(999,)).start()"
+    done = command("try", write(f"import threading, time\n{thread}\n1 / 0\n"))
+    assert done.exit_code == 1, done.output
+    for name in ("torch", "fastload"):
+        assert f"the script failed with {name}'s loader, and was killed:" in done.stdout
+    assert done.stdout.count("  ZeroDivisionError: ") == 2
+
+
 IMAGENET = """
 import argparse
 import torch

@@ -387,8 +387,11 @@ def test_files_of_others_are_left_alone(photos: Path, tmp_path: Path) -> None:
     (photos / "class_0" / "new.jpg").write_bytes(image(999))
     code, document = convert(photos, out, "tar", "--name", "mine")
     assert code == 2 and "fingerprint" in document["error"]["message"]
-    (out / "foreign.json").write_bytes(b"[]")
-    assert convert(photos, out, "tar", "--name", "foreign")[0] == 2
+    for body in (b"[]", b'{"a":1}\n{"b":2}', b"", b"\xff\xfe"):
+        (out / "foreign.json").write_bytes(body)
+        code, document = convert(photos, out, "tar", "--name", "foreign")
+        assert code == 2 and "that fastload did not write" in document["error"]["message"]
+        assert (out / "foreign.json").read_bytes() == body
     assert {name: body for name, body in files(out).items() if name != "foreign.json"} == before
 
 

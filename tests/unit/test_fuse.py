@@ -435,6 +435,23 @@ def test_a_change_of_the_steps_after_fuse_is_refused(folder: Path, change: Any, 
     data.close()
 
 
+@pytest.mark.parametrize("of", [v1, v2])
+@pytest.mark.parametrize("given", [np.array, torch.tensor, tuple])
+def test_values_of_a_step_are_compared_and_not_how_they_are_printed(of: Any, given: Any) -> None:
+    normalize = of.Normalize(given(MEAN), given(STD))
+    fused, image = fuse(of.Compose([of.CenterCrop(8), *normalized(of)[:-1], normalize])), scene(20, 20)
+    want = fused(image)
+    torch.set_printoptions(precision=1)
+    try:
+        with np.printoptions(precision=1):
+            assert torch.equal(fused(image), want)
+    finally:
+        torch.set_printoptions(profile="default")
+    normalize.mean = given([0.485001, *MEAN[1:]])
+    with pytest.raises(ArgumentError, match=r"changed after fuse"):
+        fused(image)
+
+
 def test_epochs_objects_and_device_decoding(folder: Path) -> None:
     first, second = (fuse(v1.Compose([v1.CenterCrop(size), v1.ToTensor()])) for size in (24, 32))
     data: Any = ObjectDataset(str(folder / "c0"), transform=ByEpoch({0: first, 1: second}))

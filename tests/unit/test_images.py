@@ -377,7 +377,7 @@ def test_the_end_of_a_thumbnail_is_not_the_end(path: str) -> None:
 def test_cut_file_with_guard_removed_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check of the end marker, `shrink` returns a cut file unchanged."""
     monkeypatch.setattr(native, "kernel", None)
-    monkeypatch.setattr(fallback, "_has_end", lambda data: True)
+    monkeypatch.setattr(fallback, "has_end", lambda data: True)
     cut = PHOTO[: len(PHOTO) // 2]
     assert shrink(cut, 1000, 90) == cut
 

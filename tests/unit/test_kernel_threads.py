@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -22,9 +24,10 @@ from fastload import Cache, CenterCrop, RandomResizedCrop
 from fastload.cache.segment import PLACE, Places
 from fastload.formats.sample import dump
 from fastload.images import kernel as native
-from fastload.images.crop import Crop, _map_rows, noted_boxes
+from fastload.images.crop import Crop, _decoders, _map_rows, noted_boxes
 from fastload.images.decode import Oriented, to_dct, with_rows
 from fastload.images.rng import sample_seeds
+from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, png, scene, variants
 
 compiled = native.kernel
@@ -32,6 +35,7 @@ pytestmark = pytest.mark.skipif(compiled is None, reason="the kernel is not buil
 
 Placed = Callable[[list[Any]], Places]
 THREADS = (0, 1, 2, 5)
+PNGS = [png(Image.fromarray(scene(9, 9)))] * 4
 SEEDS = sample_seeds(3, 1, np.arange(4096))
 CROPS = [
     RandomResizedCrop(32, flip=0.5),
@@ -74,8 +78,22 @@ def make(crop: Crop, located: Places, *, pixels: bool = False) -> tuple[Any, lis
     """(the rows, those of them that were not made)."""
     count = len(located.table)
     out = np.zeros((count, *crop.sample_shape), np.uint8)
-    job = crop._begin_rows(out, np.arange(count), located.table, SEEDS[:count], pixels=pixels, owner=located)
-    return out, job.finish()[0]
+    rows, seeds = np.arange(count), SEEDS[:count]
+    return out, crop._make_rows(out, rows, located.table, seeds, pixels=pixels, owner=located)[0]
+
+
+def begin(out: Any, table: Any, owner: Any) -> Any:
+    """Begin to make all rows as `CROPS[0]` does."""
+    count = len(table)
+    options: Any = False, False, True, 1 << 30, True
+    return native.active().begin_rows(
+        out, table, np.arange(count), SEEDS[:count], CROPS[0]._box_law, *options, owner
+    )
+
+
+def finish(job: Any) -> list[int]:
+    """Return the rows that were not made."""
+    return [row for row, _ in native.active().finish_rows(job)[0]]
 
 
 def expected(crop: Crop, images: list[Any]) -> tuple[Any, list[int]]:
@@ -155,20 +173,10 @@ def test_sums_are_those_of_xxhash(places: Placed) -> None:
     ]
     located = places([rng.randbytes(size) for size in sizes])
     out = np.zeros((len(sizes), 3, 8, 8), np.uint8)
-    arguments = (
-        np.arange(len(sizes)),
-        SEEDS[: len(sizes)],
-        CROPS[0]._box_law,
-        False,
-        False,
-        True,
-        1 << 30,
-        True,
-    )
     set_simd: Any = compiled._set_simd  # type: ignore[attr-defined]
     for simd in (False, True):
         set_simd(simd)
-        job = compiled.begin_rows(out, located.table, *arguments, located)  # type: ignore[arg-type]
+        job = begin(out, located.table, located)
         reasons = {reason for _, reason in compiled.finish_rows(job)[0]}
         assert reasons == {"an image of a format that Python opens"}
 
@@ -246,20 +254,65 @@ def test_crop_resize_gives_the_same_with_any_number_of_threads() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def test_no_thread_writes_rows_after_the_error_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails_here", [True, False])
+def test_no_thread_writes_rows_after_the_error_of_another(
+    fails_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The slot of such a batch goes to another one."""
     monkeypatch.setattr("fastload.images.crop.threads", lambda: 2)
-    made = []
+    begun, ended, both, here = list[int](), list[int](), threading.Barrier(2), threading.current_thread()
 
     def make(row: int) -> None:
-        if row == 0:
+        begun.append(row)
+        if row < 2:
+            both.wait(PATIENCE)
+        if (threading.current_thread() is here) == fails_here:
+            ended.append(row)
             raise MemoryError
         time.sleep(0.1)
-        made.append(row)
+        ended.append(row)
 
     with pytest.raises(MemoryError):
-        _map_rows(make, [png(Image.fromarray(scene(9, 9)))] * 4)
-    assert sorted(made) == [1, 2, 3]
+        _map_rows(make, PNGS)
+    assert sorted(begun) == sorted(ended)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("failing", [None, 0, 3])
+def test_rows_are_made_where_no_thread_can_be_started(
+    most: int, failing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a limit of processes. No call stays in a queue, with the rows of a batch that is gone."""
+    monkeypatch.setattr("fastload.images.crop.threads", lambda: 4)
+    _decoders.cache_clear()
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    def make(row: int) -> int:
+        if row == failing:
+            raise MemoryError
+        return row
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", start_some)
+        if failing is None:
+            assert _map_rows(make, PNGS) == [0, 1, 2, 3]
+        else:
+            with pytest.raises(MemoryError):
+                _map_rows(make, PNGS)
+    for thread in started:
+        _decoders.cache_clear()  # so that it ends
+        thread.join()
+    kept = weakref.ref(make)
+    del make
+    gc.collect()
+    assert kept() is None
+    assert _map_rows(lambda row: row, PNGS) == [0, 1, 2, 3]
 
 
 def test_threads_are_as_many_as_asked_for_and_end() -> None:
@@ -288,19 +341,15 @@ def test_jobs_may_overlap_be_dropped_and_outlive_the_threads(places: Placed) -> 
     want, _ = make(CROPS[0], located)
     kernel.set_threads(2)
     outs = [np.zeros_like(want) for _ in range(6)]
-    rows = np.arange(24)
-    jobs: list[Any] = [
-        CROPS[0]._begin_rows(out, rows, located.table, SEEDS[:24], pixels=False, owner=located)
-        for out in outs
-    ]
+    jobs: list[Any] = [begin(out, located.table, located) for out in outs]
     jobs[1] = None  # its rows are not waited for, and no memory of it is written from here on
     outs[1][:] = 0
     kernel.set_threads(0)
     for job, out in zip(jobs, outs, strict=True):
         if job is not None:
-            assert job.finish()[0] == []
+            assert finish(job) == []
             np.testing.assert_array_equal(out, want)
-            assert job.finish()[0] == []  # asked again, it says the same
+            assert finish(job) == []  # asked again, it says the same
     assert not outs[1].any()
 
 
@@ -309,11 +358,11 @@ def test_a_job_keeps_its_segments_open(places: Placed) -> None:
     want, _ = make(CROPS[0], located)
     out, table, owner = np.zeros_like(want), located.table.copy(), located.readers
     fd = owner[0].fd
-    job = CROPS[0]._begin_rows(out, np.arange(8), table, SEEDS[:8], pixels=False, owner=owner)
+    job = begin(out, table, owner)
     table[:] = np.zeros((), PLACE)  # copied when the job began
     assert sys.getrefcount(owner) > 3
     os.fstat(fd)
-    assert job.finish()[0] == []
+    assert finish(job) == []
     np.testing.assert_array_equal(out, want)
 
 
@@ -345,13 +394,13 @@ def test_a_forked_child_has_no_threads_and_no_jobs(threads: int, places: Placed)
     want, _ = make(CROPS[0], located)
     native.active().set_threads(threads)
     out = np.zeros_like(want)
-    job = CROPS[0]._begin_rows(out, np.arange(16), located.table, SEEDS[:16], pixels=False, owner=located)
+    job = begin(out, located.table, located)
     child = os.fork()
     if child == 0:
         try:
             assert kernel_threads() == 0
             with pytest.raises(RuntimeError, match="before a fork"):
-                job.finish()
+                finish(job)
             del job
             for count in (0, 2):
                 native.active().set_threads(count)
@@ -362,7 +411,7 @@ def test_a_forked_child_has_no_threads_and_no_jobs(threads: int, places: Placed)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-    assert job.finish()[0] == []
+    assert finish(job) == []
     np.testing.assert_array_equal(out, want)
     assert os.waitpid(child, 0)[1] == 0
 

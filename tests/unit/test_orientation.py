@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
 from fastload.formats.jpeg import exif_of, is_plain_jpeg, jpeg_orientation, with_orientation
 from fastload.formats.tar import TarWriter
-from fastload.images import decode_image, decode_pil, decode_resized, shrink
+from fastload.images import decode_image, decode_pil, decode_resized, fallback, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import open_smaller
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
@@ -205,17 +205,28 @@ def between(middle: bytes) -> bytes:
     return jpeg[:at] + middle + jpeg[at:]
 
 
-@pytest.mark.parametrize(
+passed_over = pytest.mark.parametrize(
     "before",
     [b"", b"\0", b"abc", b"\xff\0", b"\xff\xff\xff", b"\xff\xe2\0\0", b"\xff\xe2\0\1", b"\xff\xd0"],
     ids=repr,
 )
+
+
+@passed_over
 def test_orientation_is_found_behind_whatever_pillow_passes_over(before: bytes) -> None:
     exif = exif_of(6)
     data = between(before + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif)
     assert jpeg_orientation(data) == pillows(data) == 6
     assert decode_pil(data).getexif()[0x0112] == 6
     assert is_plain_jpeg(data) == (before.strip(b"\xff") == b"")
+
+
+@passed_over
+def test_end_marker_is_found_behind_it_too_without_the_kernel(before: bytes) -> None:
+    data = between(before + b"\xff\xe2\0\6\xff\xd8\xff\xd9")  # a thumbnail has one of its own
+    assert fallback.jpeg_size(data + bytes(9), 1 << 30, True) == (16, 8)
+    with pytest.raises(ValueError, match="no end marker"):
+        fallback.jpeg_size(data[:-2] + bytes(9), 1 << 30, True)
 
 
 def test_doubled_header_and_doubled_orientation_are_read_as_pillow_does() -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64
 
 from fastload.cli.convert.sample_forms import Digest, Form, Sample
+from fastload.cli.data_source import read_json
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.fetch.reads import record_name
 from fastload.fetch.threads import ReadPool
@@ -121,7 +122,7 @@ class ShardSet:
     def _resume(self, present: dict[str, ObjectInfo]) -> None:
         """Take over the shards of an earlier run, up to the first one that is gone or has another size."""
         file = f"{self.name}.json"
-        document = json.loads(bytes(self.store.read(file)))
+        document = read_json(self.store, present[file])
         if not isinstance(document, dict) or document.get("made_by") != "fastload convert":
             raise ArgumentError(
                 f"{self.store.url!r} contains a {file!r} that fastload did not write; give another --name"
