@@ -249,14 +249,14 @@ class LoaderPosition:
         if stateless and not (_is_iterable(loader) and state.batches):
             state.workers = None
         state.sampler = samplers.with_changes(state.sampler)
-        state.one_seed = self._one_seed is not None or _is_persistent(loader)
+        state.one_seed = self._one_seed is not None or is_persistent(loader)
         state.samples = self._identify(loader)
         state.recipe = describe(loader)
         return state
 
     def _write_between(self, loader: Any, samplers: Samplers, state: State) -> None:
         """Write into a state what is about the iteration to come."""
-        last, persistent = self._position, _is_persistent(loader)
+        last, persistent = self._position, is_persistent(loader)
         state.epoch = self.epoch
         state.base_seed = last.base_seed if last is not None and persistent else self._one_seed
         if not isinstance(loader.dataset, IterDataPipe):  # which draws one more seed
@@ -304,7 +304,8 @@ class LoaderPosition:
         self._position = self._one_seed = self._coming = None
 
 
-def _is_persistent(loader: Any) -> bool:
+def is_persistent(loader: Any) -> bool:
+    """Return whether its workers stay between its epochs, so that they keep their seed."""
     return bool(loader.persistent_workers and loader.num_workers > 0)
 
 
