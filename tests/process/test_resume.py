@@ -1170,6 +1170,17 @@ class Drawing(Reversed):
         for _ in range(N):
             yield int(torch.randint(N, (), generator=self.generator))
 
+def test_state_with_a_damaged_digest_is_refused_and_changes_nothing() -> None:
+    run = loader()
+    next(iter(run))
+    state = through_json(run.state_dict())
+    state["digest"]["sums"][0] = "none"
+    resumed = loader()
+    with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
+        resumed.load_state_dict(state)
+    assert list(resumed) == list(loader())
+
+
 
 @pytest.mark.parametrize("workers", [(0, 2, 2), (2, 0, 0), (0, 0, 2)], ids=str)
 def test_lazy_sampler_of_the_loaders_generator_is_resumed_twice(workers: tuple[int, int, int]) -> None:
