@@ -122,12 +122,17 @@ class LoaderPosition:
     @contextlib.contextmanager
     def starting(self, loader: Any) -> Iterator[IterationStart]:
         """Stand around `iter(loader)`: give what it begins with, as `start` too."""
-        saved, self._loaded = self._loaded, None
-        self.start = self._taken_up(loader, saved)
+        samplers, saved = Samplers.of(loader), self._loaded
+        before = None if saved is None else samplers.state()
+        self._loaded = None
         try:
+            self.start = self._taken_up(loader, saved)
             yield self.start
         except BaseException:
             self._loaded = saved
+            if before is not None:  # whoever tries again draws what was drawn meanwhile
+                self._position = None
+                samplers.load(before)
             raise
         finally:
             self.start = IterationStart()
