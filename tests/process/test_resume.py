@@ -547,6 +547,30 @@ def test_set_epoch(kind: Any) -> None:
     assert list(run) == expected[2], "another epoch starts at its beginning"
 
 
+@pytest.mark.filterwarnings("ignore:set_epoch.4. drops the position")
+@pytest.mark.parametrize("at", [None, 2])
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler])
+def test_state_knows_the_epoch_that_was_set_last(kind: Any, at: int | None) -> None:
+    """After an epoch, and after a state of its end or its middle was loaded."""
+
+    def make(state: Any) -> fastload.DataLoader[Any]:
+        run = loader(sampler=kind(range(N), 2, 0))
+        run.load_state_dict(through_json(state))
+        return run
+
+    run = loader(sampler=kind(range(N), 2, 0))
+    run.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    list(itertools.islice(run, at))
+    for follower in [make(run.state_dict()), *([run] if at is None else [])]:
+        follower.sampler.set_epoch(4)  # type: ignore[attr-defined]
+        resumed = make(follower.state_dict())
+        expected = DistributedSampler(range(N), 2, 0)
+        expected.set_epoch(4)
+        batches = list(resumed)
+        assert batches == list(follower) and list(itertools.chain(*batches)) == list(expected)
+        assert resumed.state_dict()["epoch"] == 2
+
+
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 LOADERS: list[tuple[dict[str, Any], dict[str, Any], int | None]] = [
     ({}, {}, 2),
@@ -1001,30 +1025,6 @@ def test_a_resume_that_fails_can_be_tried_again() -> None:
     assert list(resumed) == list(loader())[3:]
 
 
-class Flaky(Plain):
-    """Its store fails once."""
-
-    fails = False
-
-    def __iter__(self) -> Iterator[Any]:
-        for sample in super().__iter__():
-            if self.fails:
-                self.fails = False
-                raise OSError("the store is away")
-            yield sample
-
-
-def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -> None:
-    run = loader(Flaky())
-    iterator = iter(run)
-    next(iterator)
-    resumed = loader(Flaky())
-    resumed.load_state_dict(run.state_dict())
-    resumed.dataset.fails = True  # type: ignore[attr-defined]
-    with pytest.raises(OSError, match="away"):
-        iter(resumed)
-    assert list(resumed) == list(iterator)
-
 class Reluctant(Remembering):
     """Its state is loaded at the second try."""
 
@@ -1083,6 +1083,30 @@ def test_resume_that_is_interrupted_after_indices_were_drawn_can_be_tried_again(
             iter(resumed)
     assert list(resumed) == rest
 
+
+class Flaky(Plain):
+    """Its store fails once."""
+
+    fails = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if self.fails:
+                self.fails = False
+                raise OSError("the store is away")
+            yield sample
+
+
+def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -> None:
+    run = loader(Flaky())
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(Flaky())
+    resumed.load_state_dict(run.state_dict())
+    resumed.dataset.fails = True  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="away"):
+        iter(resumed)
+    assert list(resumed) == list(iterator)
 
 
 @pytest.mark.parametrize(
@@ -1144,6 +1168,17 @@ def test_seeds_that_torch_does_not_draw_are_refused(seed: Any) -> None:
     for state in states:
         with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
             loader().load_state_dict(state)
+
+
+def test_state_with_a_damaged_digest_is_refused_and_changes_nothing() -> None:
+    run = loader()
+    next(iter(run))
+    state = through_json(run.state_dict())
+    state["digest"]["sums"][0] = "none"
+    resumed = loader()
+    with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
+        resumed.load_state_dict(state)
+    assert list(resumed) == list(loader())
 
 
 # --- samplers that draw all their order in iter() ---------------------------------------------------------
@@ -1229,17 +1264,6 @@ class Drawing(Reversed):
     def __iter__(self) -> Iterator[int]:
         for _ in range(N):
             yield int(torch.randint(N, (), generator=self.generator))
-
-def test_state_with_a_damaged_digest_is_refused_and_changes_nothing() -> None:
-    run = loader()
-    next(iter(run))
-    state = through_json(run.state_dict())
-    state["digest"]["sums"][0] = "none"
-    resumed = loader()
-    with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
-        resumed.load_state_dict(state)
-    assert list(resumed) == list(loader())
-
 
 
 @pytest.mark.parametrize("workers", [(0, 2, 2), (2, 0, 0), (0, 0, 2)], ids=str)
