@@ -36,7 +36,7 @@ from fastload.order.budget_sampler import check_sampler
 from fastload.order.sampler import known_length
 from fastload.order.shard_sampler import ShardSampler
 from fastload.order.state import parse_state, plain_state, reading_state
-from fastload.trace.digest import find_part
+from fastload.trace.digest import Digest, find_part
 from fastload.trace.sample_log import LogWriter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, MemoryUse, most_workers
@@ -320,13 +320,14 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         context = self._context
         with reading_state("state_dict", "load it as state_dict() returned it"):
             state = parse_state(state_dict, "state_dict")
+            digest = Digest.of(state.digest)
             context.position.load(self, state)
+            self._iterator = None
             context.history.load(state.history)
-            context.exclusions.load(state.exclusions)
-            context.digest.load(state.digest, *find_part(self))
-        if context.log is not None:
-            context.log.run_resumes()
-        self._iterator = None
+            context.digest.load(digest, *find_part(self))
+            if context.log is not None:
+                context.log.run_resumes()
+            context.exclusions.load(state.exclusions)  # last: its warning may be an error
 
     def stats(self) -> dict[str, Any]:
         """Return counters, rates and the bottleneck of this rank's loader and its workers.

@@ -122,19 +122,24 @@ class LoaderPosition:
     @contextlib.contextmanager
     def starting(self, loader: Any) -> Iterator[IterationStart]:
         """Stand around `iter(loader)`: give what it begins with, as `start` too."""
-        saved, self._loaded = self._loaded, None
-        self.start = self._taken_up(loader, saved)
+        samplers, saved = Samplers.of(loader), self._loaded
+        before = None if saved is None else samplers.state()
+        self._loaded = None
         try:
+            self.start = self._taken_up(loader, saved)
             yield self.start
         except BaseException:
             self._loaded = saved
+            if before is not None:  # whoever tries again draws what was drawn meanwhile
+                self._position = None
+                samplers.load(before)
             raise
         finally:
             self.start = IterationStart()
 
     def _taken_up(self, loader: Any, saved: State | None) -> IterationStart:
         samplers, resumed, workers = Samplers.of(loader), None, None
-        if saved is not None and saved.begun and samplers.epoch != self._loaded_epoch:  # by set_epoch, since
+        if saved is not None and self._is_dropped(samplers, saved):
             if saved.streams is not None:
                 warnings.warn(
                     f"set_epoch({samplers.epoch}) drops the position that was loaded, {saved.batches} "
@@ -142,7 +147,7 @@ class LoaderPosition:
                     "resume there",
                     stacklevel=6,
                 )
-            self.epoch, self._coming = saved.epoch + 1, None  # that epoch starts from its beginning
+            self.epoch = saved.epoch + 1  # which starts from its beginning
         elif saved is not None:
             self.epoch = saved.epoch
             self._one_seed = saved.base_seed if saved.one_seed else None
@@ -158,6 +163,10 @@ class LoaderPosition:
         base_seed = next((seed for seed in seeds if seed is not None), None)
         drawn = resumed is not None or self._one_seed is not None
         return IterationStart(resumed, workers, base_seed, drawn, None if coming is None else coming.origin)
+
+    def _is_dropped(self, samplers: Samplers, saved: State) -> bool:
+        """Return whether `set_epoch` has named another epoch since the middle of one was loaded."""
+        return saved.begun and samplers.epoch != self._loaded_epoch
 
     def _workers_of(self, loader: Any, saved: State) -> list[WorkerState] | None:
         """Return where each worker takes up the dataset; without workers, that is done."""
@@ -215,7 +224,7 @@ class LoaderPosition:
             samplers = Samplers.of(loader)
             if not saved.begun:
                 return Place(saved.epoch)
-            if samplers.epoch != self._loaded_epoch:
+            if self._is_dropped(samplers, saved):
                 return Place(saved.epoch + 1)
             order = EpochOrder.begun(
                 samplers, saved.epoch, saved.batches, saved.sampler, base_seed=saved.base_seed
@@ -237,48 +246,50 @@ class LoaderPosition:
 
     def state(self, loader: Any) -> State:
         """Return the state, without what is not about the position."""
-        samplers = Samplers.of(loader)
-        if self._loaded is not None:
-            return replace(self._loaded, sampler=samplers.with_changes(self._loaded.sampler))
+        samplers, saved = Samplers.of(loader), self._loaded
+        if saved is not None and not self._is_dropped(samplers, saved):
+            sampler = saved.sampler if samplers.epoch == self._loaded_epoch else samplers.state()
+            return replace(saved, sampler=samplers.with_changes(sampler))
         state = _description(loader, samplers)
         if self._position is not None and not self._position.finished:
             self._position.write(state)
         else:
+            state.epoch = self.epoch if saved is None else saved.epoch + 1
             self._write_between(loader, samplers, state)
         stateless = all(worker.state is None for worker in state.workers or [])
         if stateless and not (_is_iterable(loader) and state.batches):
             state.workers = None
         state.sampler = samplers.with_changes(state.sampler)
-        state.one_seed = self._one_seed is not None or _is_persistent(loader)
+        state.one_seed = self._one_seed is not None or is_persistent(loader)
         state.samples = self._identify(loader)
         state.recipe = describe(loader)
         return state
 
     def _write_between(self, loader: Any, samplers: Samplers, state: State) -> None:
         """Write into a state what is about the iteration to come."""
-        last, persistent = self._position, _is_persistent(loader)
-        state.epoch = self.epoch
+        last, persistent = self._position, is_persistent(loader)
         state.base_seed = last.base_seed if last is not None and persistent else self._one_seed
         if not isinstance(loader.dataset, IterDataPipe):  # which draws one more seed
             if self._coming is None:
-                self._coming = self._draw_ahead(loader, samplers, base_seed_known=state.base_seed is not None)
+                self._coming = self._draw_ahead(loader, samplers, state)
             state.coming = self._coming
         if last is not None:
-            state.sampler = last.sampler
+            if samplers.epoch == last.sampler.epoch:  # else set_epoch was called since
+                state.sampler = last.sampler
             if loader.num_workers == 0 or persistent:
                 state.workers = [WorkerState(0, False, True, worker.state) for worker in last.workers]
 
-    def _draw_ahead(self, loader: Any, samplers: Samplers, *, base_seed_known: bool) -> Coming:
+    def _draw_ahead(self, loader: Any, samplers: Samplers, state: State) -> Coming:
         """Return what the coming iteration draws from torch's generator: settled now, and not drawn yet.
 
         So the run that goes on and the one that resumes have the same epoch, whatever their scripts draw
         before it begins.
         """
         drawing, base_seed = torch.default_generator.clone_state(), None
-        if not base_seed_known:
+        if state.base_seed is None:
             own = loader.generator
             base_seed = draw_seed(drawing if own is None else own.clone_state())
-        return Coming(base_seed, samplers.origin(self.epoch, drawing))
+        return Coming(base_seed, samplers.origin(state.epoch, drawing))
 
     def _identify(self, loader: Any) -> Identity:
         if self._contents is None:
@@ -304,7 +315,8 @@ class LoaderPosition:
         self._position = self._one_seed = self._coming = None
 
 
-def _is_persistent(loader: Any) -> bool:
+def is_persistent(loader: Any) -> bool:
+    """Return whether its workers stay between its epochs, so that they keep their seed."""
     return bool(loader.persistent_workers and loader.num_workers > 0)
 
 

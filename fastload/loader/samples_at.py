@@ -17,7 +17,7 @@ from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.images.rng import SampleSeeds
 from fastload.loader.context import LoaderContext
-from fastload.loader.resume import NEEDS_INDEX, Place, orders_at, reading_of, sources_of
+from fastload.loader.resume import NEEDS_INDEX, Place, is_persistent, orders_at, reading_of, sources_of
 from fastload.order.exclusions import Exclusions, Filter, Samples, Segment
 from fastload.order.order import EpochOrder, order_at, segments_of
 from fastload.order.position import ORDERS_KEPT
@@ -95,8 +95,8 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     if not orders:
         if context.position.reads_streams(loader):
             raise ArgumentError(_order_of_streams(f"epoch {epoch} will be read, as far as is known now,"))
-        persistent = loader.persistent_workers and loader.num_workers > 0
-        orders = [context.history.coming(samplers, epoch, running + begun, persistent=persistent)]
+        coming = running + begun
+        orders = [context.history.coming(samplers, epoch, coming, persistent=is_persistent(loader))]
     if orders[0].streamed:
         raise ArgumentError(_order_of_streams(f"epoch {epoch} was read"))
     order = order_at(orders, samplers, step, rank, world_size)

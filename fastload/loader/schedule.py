@@ -7,6 +7,7 @@ Lanes make batches in turn. A lane is a worker, or a stream that worker `lane mo
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
@@ -15,7 +16,6 @@ from fastload.datasets.wrappers import view_of
 from fastload.loader.context import LoaderContext
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.order.position import Position
-from fastload.order.samplers import Samplers
 from fastload.workers.workers import Arrival, Workers
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
@@ -83,18 +83,33 @@ class IndexSchedule(Schedule):
         index_batches: those of the sampler.
         workers: number of workers that take part.
         first: the worker whose turn it is.
-        ahead: index batches that each may have at a time.
+        now: index batches that each has to work on, beside those that it knows in advance.
+        ahead: index batches that each knows in advance, at least.
+        samples: that these have together, or more. A sampler need not say how large its batches are, so that
+            is learned from those that it gives.
+        sized: an index batch has a length; else it is one sample.
         in_order: batch i goes to worker i mod workers; else to the one that is free.
     """
 
     streamed = False
 
     def __init__(
-        self, index_batches: Iterator[Any], *, workers: int, first: int, ahead: int, in_order: bool
+        self,
+        index_batches: Iterator[Any],
+        *,
+        workers: int,
+        first: int,
+        now: int,
+        ahead: int,
+        samples: int,
+        sized: bool,
+        in_order: bool,
     ) -> None:
-        super().__init__(range(workers), ahead)
+        super().__init__(range(workers), now + ahead)
         self.turn.rotate(-first)
         self._index_batches = index_batches
+        self._now, self._least, self._samples, self._sized = now, ahead, samples, sized
+        self._drawn = self._drawn_samples = 0
         self._in_order = in_order
 
     def park(self, wanted: int) -> None:
@@ -110,7 +125,18 @@ class IndexSchedule(Schedule):
         return super().choose(None if self._in_order else lane)
 
     def work(self, lane: int) -> Any:
-        return next(self._index_batches)
+        index = next(self._index_batches)
+        self._drawn += 1
+        self._drawn_samples += operator.length_hint(index, 1) if self._sized else 1
+        batches = -(-self._samples * self._drawn // max(1, self._drawn_samples))
+        self.ahead = self._now + max(self._least, batches)
+        return index
+
+    def allow(self, ahead: int) -> bool:
+        """Let each have at least so many index batches. Return whether that is more than before."""
+        before, self._least = self.ahead, max(self._least, ahead - self._now)
+        self.ahead = max(before, ahead)
+        return self.ahead > before
 
 
 class StreamSchedule(Schedule):
@@ -144,16 +170,6 @@ class StreamSchedule(Schedule):
 
     def lost(self, lane: int) -> None:
         self._streams.lost(lane)
-
-
-def index_batches_ahead(loader: Any, least: int, *, samples: int = _READ_AHEAD, threads: int = 1) -> int:
-    """Return how many index batches a worker knows in advance, so that these samples are, or more.
-
-    Args:
-        threads: of the kernel in this worker, which use up the samples faster.
-    """
-    samples *= max(1, min(threads, _READ_AHEAD_THREADS))
-    return max(least, -(-samples // (Samplers.of(loader).batch_size or 1)))
 
 
 class ReorderBuffer:
@@ -259,18 +275,20 @@ def new_schedule(
     inline = not loader.num_workers
     if isinstance(position.streams, StreamEpoch):  # each reads ahead by itself, so no more is announced
         return StreamSchedule(position.streams, ahead=1 if inline else loader.prefetch_factor)
-    ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
+    ahead = 0 if inline else context.batches_ahead(loader.prefetch_factor)
+    samples = 2 * loader.threads
     if view_of(loader.dataset).reads_ahead:
-        ahead = inline + index_batches_ahead(loader, 2 if inline else ahead, threads=workers.kernel_threads)
-    elif loader.threads:
-        ahead = inline + index_batches_ahead(loader, ahead, samples=2 * loader.threads)
+        ahead, samples = ahead or 2, _READ_AHEAD * max(1, min(workers.kernel_threads, _READ_AHEAD_THREADS))
     # Of workers that were wanted at the end of an epoch, some may not have been started.
     taking_part = min(context.workers_wanted(loader.num_workers), len(workers.processes))
     return IndexSchedule(
         indices,
         workers=max(1, taking_part),
         first=position.next_worker,
+        now=int(inline),
         ahead=ahead,
+        samples=samples,
+        sized=loader._auto_collation,
         in_order=loader.in_order,
     )
 
@@ -301,8 +319,7 @@ def scale(schedule: Schedule, context: LoaderContext, workers: Workers, in_fligh
             missing = [worker for worker in missing if worker < count]
     schedule.turn.extend(missing)
     context.meter.workers = wanted
-    before, schedule.ahead = schedule.ahead, max(schedule.ahead, autoscaler.ahead)
-    return bool(missing) or schedule.ahead > before
+    return schedule.allow(autoscaler.ahead) or bool(missing)
 
 
 def follow_exclusions(

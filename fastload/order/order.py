@@ -85,7 +85,7 @@ class EpochOrder:
         """Return the index batches from a step on: the samplers draw their order once more.
 
         Args:
-            samplers: of the loader, or copies (see `copies`).
+            samplers: of the loader, or copies.
             made: torch's iterator over the samplers of the loader. One of the user's own may draw in `iter`,
                 and does so not once more than in the run that was saved. One that counts epochs does so
                 there, and is asked again for the epoch of this order.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import bisect
 import re
-import reprlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from fastload.distributed import find_rank
-from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
 from fastload.order.samplers import Samplers
 from fastload.order.state import DigestPart, DigestState
@@ -157,12 +155,11 @@ class Digest:
             trail=base64.b64encode(np.array(self.trail, "<u4").tobytes()).decode(),
         )
 
-    def load(self, state: DigestState, rank: int, world_size: int) -> None:
-        """Go on from what `state` gave.
+    def load(self, loaded: Digest, rank: int, world_size: int) -> None:
+        """Go on from another digest.
 
         The part of another rank, or of another number of ranks, is kept as it is, and this rank's begins.
         """
-        loaded = Digest.of(state)
         if (loaded.rank, loaded.world_size) != (rank, world_size):
             loaded = loaded._handed_to(rank, world_size)
         vars(self).update(vars(loaded))
@@ -186,10 +183,12 @@ class Digest:
         """Return the digest that gave this state.
 
         Raises:
-            DecodeError: none did.
+            ValueError: none did.
         """
         if len(state.earlier) > _EARLIER:
-            raise _unreadable(ValueError(f"{len(state.earlier)} earlier parts"))
+            raise ValueError(f"{len(state.earlier)} earlier parts of a digest")
+        for part in state.earlier:
+            cls.of_part(part)
         return replace(cls.of_part(state), earlier=list(state.earlier))
 
     @classmethod
@@ -197,21 +196,18 @@ class Digest:
         """Return the digest of one part, without earlier ones.
 
         Raises:
-            DecodeError: its numbers are such as no run leads to.
+            ValueError: its numbers are such as no run leads to.
         """
-        try:
-            digest = cls(
-                **{name: getattr(part, name) for name in _COUNTED},
-                sums=tuple(map(_sum, part.sums)),
-                epochs=[
-                    EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
-                    for epoch, steps, samples, ordered, unordered in part.epochs
-                ],
-                trail=np.frombuffer(base64.b64decode(part.trail), "<u4").tolist(),
-            )
-            digest._check()
-        except ValueError as error:
-            raise _unreadable(error) from None
+        digest = cls(
+            **{name: getattr(part, name) for name in _COUNTED},
+            sums=tuple(map(_sum, part.sums)),
+            epochs=[
+                EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
+                for epoch, steps, samples, ordered, unordered in part.epochs
+            ],
+            trail=np.frombuffer(base64.b64decode(part.trail), "<u4").tolist(),
+        )
+        digest._check()
         return digest
 
     def _check(self) -> None:
@@ -233,13 +229,9 @@ class Digest:
         return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
 
 
-def _unreadable(error: ValueError) -> DecodeError:
-    return DecodeError(f"the state has a digest that this version cannot read: {reprlib.repr(error)}")
-
-
 def _sum(text: str) -> int:
     if not _SUM.fullmatch(text):
-        raise ValueError(f"the sum {text!r}")
+        raise ValueError(f"the sum {text!r} in a digest")
     return int(text, 16)
 
 

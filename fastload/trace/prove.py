@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.order.state import content_of, find_states, parse_state
+from fastload.order.state import content_of, find_states, parse_state, reading_state
 from fastload.trace.digest import Digest, EpochSums, merged
 from fastload.trace.sample_log import LOGS, MAGIC, Row, SampleLog
 from fastload.workers.batch import LANES, sums_of
@@ -481,10 +481,6 @@ def _digests_in(checkpoint: Any, text: str) -> list[Digest]:
 
 
 def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
-    try:
-        read = Digest.of(parse_state(state, text).digest)
-        for part in read.earlier:
-            Digest.of_part(part)
-    except DecodeError as error:
-        raise ArgumentError(f"{text}: {error.message}") from None
-    return read
+    saved = parse_state(state, text)
+    with reading_state(text, "give it as state_dict() returned it"):
+        return Digest.of(saved.digest)

@@ -184,7 +184,6 @@ class _Worker:
         np.random.seed(numpy_seed(setup.base_seed, worker_id))
         set_worker_info(worker_id, setup.num_workers, seed, setup.dataset)
         collate_into(self._slots.allocate)
-        self._kernel_threads = set_threads(setup.kernel_threads)
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(worker_id)
         position = setup.positions[worker_id] if setup.positions is not None else None
@@ -285,8 +284,8 @@ class _Worker:
         return self._take_begun(work)
 
     def _begin_one(self, work: Work) -> None:
-        threaded = self._kernel_threads > 0 and not work.encoded
-        if self.source is None or not threaded or work.seq in self._begun or work.seq in self._refused:
+        known = work.seq in self._begun or work.seq in self._refused
+        if self.source is None or not self._kernel_threads or known:
             return
         try:
             batch = self.source.begin_batch(work.index)

@@ -190,7 +190,7 @@ class ThisProcess(Workers):
         self._source.exclude(samples)
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
-        work = Work(0, [], [], seq, index, encoded, again=again)
+        work = Work(0, [], [], seq, index, encoded)
         if not again:
             self._work.append(work)
             return

@@ -479,6 +479,16 @@ def test_loaded_state_replaces_the_rules_and_says_what_is_lost() -> None:
         one.load_state_dict(state)
 
 
+def test_state_is_loaded_whole_where_the_warning_of_lost_rules_is_an_error() -> None:
+    saved = loader()
+    next(iter(saved))
+    one = loader()
+    one.exclude(3)
+    with pytest.raises(UserWarning, match="excluded samples are not in the state"):
+        one.load_state_dict(saved.state_dict())
+    assert one.state_dict() == saved.state_dict()
+
+
 def test_state_of_many_skipped_steps_and_samples_is_small() -> None:
     one = loader(Numbers(100_000))
     one.exclude(range(1_000, 50_000))

@@ -27,6 +27,7 @@ from fastload import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.order.position import Position
 from fastload.order.state import State
+from fastload.workers.processes import WorkerProcesses
 from fastload.workers.slots import SlotMap
 from tests.loaderdata import Gate, Numbers, identity, seed_all, through_json
 from tests.shortform import short_form
@@ -430,11 +431,11 @@ def digests(run: Any) -> list[tuple[int, int]]:
     return [(len(images), hash(images.numpy().tobytes())) for images, _ in run]
 
 
-def at_the_third_call(function: Callable[..., Any], error: type[BaseException]) -> Callable[..., Any]:
+def at_call(number: int, function: Callable[..., Any], error: type[BaseException]) -> Callable[..., Any]:
     calls = itertools.count(1)
 
     def called(*arguments: Any, **options: Any) -> Any:
-        if next(calls) == 3:
+        if next(calls) == number:
             raise error
         return function(*arguments, **options)
 
@@ -450,11 +451,11 @@ def test_interrupted_while_a_batch_is_handed_over(
     where: str, error: type[BaseException], goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, or a handler of SIGTERM that raises: who resumes gets the batch. An error is behind us."""
-    transform = at_the_third_call(identity, error) if where == "batch_transform" else None
+    transform = at_call(3, identity, error) if where == "batch_transform" else None
     if where == "unpack":
-        monkeypatch.setattr(SlotMap, "unpack", at_the_third_call(SlotMap.unpack, error))
+        monkeypatch.setattr(SlotMap, "unpack", at_call(3, SlotMap.unpack, error))
     if where == "pin_memory":
-        pinned = at_the_third_call(lambda batch, device: batch, error)
+        pinned = at_call(3, lambda batch, device: batch, error)
         monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pinned)
     run = loader(num_workers=2, batch_transform=transform)
     iterator = iter(run)
@@ -544,6 +545,30 @@ def test_set_epoch(kind: Any) -> None:
         with pytest.warns(UserWarning, match="drops the position"):
             sampler.set_epoch(2)
     assert list(run) == expected[2], "another epoch starts at its beginning"
+
+
+@pytest.mark.filterwarnings("ignore:set_epoch.4. drops the position")
+@pytest.mark.parametrize("at", [None, 2])
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler])
+def test_state_knows_the_epoch_that_was_set_last(kind: Any, at: int | None) -> None:
+    """After an epoch, and after a state of its end or its middle was loaded."""
+
+    def make(state: Any) -> fastload.DataLoader[Any]:
+        run = loader(sampler=kind(range(N), 2, 0))
+        run.load_state_dict(through_json(state))
+        return run
+
+    run = loader(sampler=kind(range(N), 2, 0))
+    run.sampler.set_epoch(3)  # type: ignore[attr-defined]
+    list(itertools.islice(run, at))
+    for follower in [make(run.state_dict()), *([run] if at is None else [])]:
+        follower.sampler.set_epoch(4)  # type: ignore[attr-defined]
+        resumed = make(follower.state_dict())
+        expected = DistributedSampler(range(N), 2, 0)
+        expected.set_epoch(4)
+        batches = list(resumed)
+        assert batches == list(follower) and list(itertools.chain(*batches)) == list(expected)
+        assert resumed.state_dict()["epoch"] == 2
 
 
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
@@ -1000,6 +1025,65 @@ def test_a_resume_that_fails_can_be_tried_again() -> None:
     assert list(resumed) == list(loader())[3:]
 
 
+class Reluctant(Remembering):
+    """Its state is loaded at the second try."""
+
+    tries = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.tries += 1
+        if self.tries == 1:
+            raise OSError("the state is away")
+        super().load_state_dict(state)
+
+
+def test_state_that_a_dataset_refuses_once_can_be_tried_again() -> None:
+    run = loader(Reluctant())
+    iterator = iter(run)
+    next(iterator)
+    resumed = loader(Reluctant())
+    resumed.load_state_dict(run.state_dict())
+    with pytest.raises(OSError, match="away"):
+        iter(resumed)
+    assert list(resumed) == list(iterator)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "is_set"),
+    [
+        (DistributedSampler, False),
+        (DistributedSampler, True),
+        (Backwards, False),
+        (torch.utils.data.DistributedSampler, True),
+    ],
+)
+def test_resume_that_is_interrupted_after_indices_were_drawn_can_be_tried_again(
+    kind: Any, is_set: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(sampler=kind(range(N), 2, 0), num_workers=1)
+
+    run = make()
+    list(run)
+    if is_set:
+        run.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    state, iterator = run.state_dict(), iter(run)
+    if at:
+        list(itertools.islice(iterator, at))
+        state = run.state_dict()
+    rest = list(iterator)
+    resumed = make()
+    resumed.load_state_dict(through_json(state))
+    if is_set:
+        resumed.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcesses, "submit", at_call(2, WorkerProcesses.submit, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            iter(resumed)
+    assert list(resumed) == rest
+
+
 class Flaky(Plain):
     """Its store fails once."""
 
@@ -1084,6 +1168,17 @@ def test_seeds_that_torch_does_not_draw_are_refused(seed: Any) -> None:
     for state in states:
         with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
             loader().load_state_dict(state)
+
+
+def test_state_with_a_damaged_digest_is_refused_and_changes_nothing() -> None:
+    run = loader()
+    next(iter(run))
+    state = through_json(run.state_dict())
+    state["digest"]["sums"][0] = "none"
+    resumed = loader()
+    with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
+        resumed.load_state_dict(state)
+    assert list(resumed) == list(loader())
 
 
 # --- samplers that draw all their order in iter() ---------------------------------------------------------

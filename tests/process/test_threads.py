@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,34 @@ def test_samples_that_are_read_ahead_too_are_used(opened: Any, seed: int | None)
     next(iterator)
     del iterator
     assert folder._outstanding() == 0
+
+
+class Batches:
+    """40 batches of 64 samples, which it does not say; counts what is drawn from it."""
+
+    drawn = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, 40 * 64, 64):
+            self.drawn += 1
+            yield list(range(first, first + 64))
+
+
+class Announced(Numbers):
+    def prefetch(self, indices: list[int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("kind", "threads", "most"), [(Numbers, 4, 3), (Announced, 0, 5)])
+def test_batches_of_a_size_that_the_sampler_does_not_say_are_made_no_further_ahead(
+    kind: type[Numbers], threads: int, most: int, workers: int
+) -> None:
+    batches = Batches()
+    loader: Any = DataLoader(kind(40 * 64), batch_sampler=batches, num_workers=workers, threads=threads)
+    iterator = iter(loader)
+    next(iterator)
+    assert 1 < batches.drawn <= most
 
 
 @pytest.mark.parametrize("workers", [0, 1])
