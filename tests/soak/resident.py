@@ -39,6 +39,15 @@ def held(cache: Path) -> dict[str, float]:
     }
 
 
+def has_workers() -> bool:
+    """Return whether a child lives; not the client's process, which stays for the next epoch."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            if child.name() != "fastload-client":
+                return True
+    return False
+
+
 def own_memory(pid: int) -> int:
     """Return a process's part of the memory that is no file, in bytes.
 
@@ -82,7 +91,7 @@ def train(job: dict[str, Any]) -> None:
         del loader, batch, rows
         gc.collect()
         settled = time.monotonic() + SETTLE
-        while psutil.Process().children() and time.monotonic() < settled:
+        while has_workers() and time.monotonic() < settled:
             time.sleep(0.1)
         line = {"hours": (time.monotonic() - began) / 3600, "epoch": epoch, "rate": count / seconds}
         print(json.dumps(line | {"workers": workers} | held(cache)), flush=True)
