@@ -28,14 +28,8 @@ PARTS = (
     ("moxing", "--repeats", "3"),
 )
 QUICK_PARTS = (("fuse", "--rounds", "1"),)
-SCRIPTS = (
-    "ffcv",
-    "huggingface",
-    "litdata",
-    "mosaicml",
-    "torch_files",
-    "webdataset",
-)  # of their other loaders
+# Those of their other loaders.
+SCRIPTS = ("ffcv", "huggingface", "litdata", "mosaicml", "torch_files", "webdataset")
 
 
 def measured(words: tuple[str, ...]) -> dict[str, Any]:

@@ -94,8 +94,8 @@ class Writer:
 
     @property
     def has_first_job(self) -> bool:
-        """Whether the first job is not done yet: nothing is written before."""
-        return self._first_job is not None
+        """Whether the first job is not done yet, and may be: nothing is written before."""
+        return self._first_job is not None and self.error is None
 
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, failed or closed."""

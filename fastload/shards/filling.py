@@ -65,6 +65,7 @@ class ShardFilling:
         self._ahead = ReadAhead.of(min(most_bytes, _AHEAD_BYTES), _READERS)
         self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), shards.counters)
         self._written: list[_Written] = []
+        self._held = 0  # bytes of these
         self._blocks_of: dict[int, list[Span]] = {}  # by shard
         for block in [] if self._blocks is None else self._blocks.spans():
             self._blocks_of.setdefault(block.shard, []).append(block)
@@ -160,7 +161,7 @@ class ShardFilling:
         try:
             if record.error is not None:
                 raise record.error
-            payload = record.payload if self._encode is None else self._encode(record.payload)
+            payload: Any = record.payload if self._encode is None else self._encode(record.payload)
         except Exception as error:
             name = record_name(self._shards[found.shard].key, record.offset)
             yield warmed._replace(outcome="failed", error=why_bad(error), key=name)
@@ -171,13 +172,13 @@ class ShardFilling:
             yield warmed._replace(outcome=outcome)
             return
         self._written.append(_Written(warmed, key, payload))
-        held = sum(memoryview(written.payload).nbytes for written in self._written)
-        if len(self._written) >= _UNCONFIRMED or held >= _AHEAD_BYTES:
+        self._held += memoryview(payload).nbytes
+        if len(self._written) >= _UNCONFIRMED or self._held >= _AHEAD_BYTES:
             yield from self._confirm()
 
     def _confirm(self) -> Iterator[Warmed]:
         """Wait for the cache's writer, and say of each record whether it is kept: a full cache drops some."""
-        written, self._written = self._written, []
+        written, self._written, self._held = self._written, [], 0
         if not written:
             return
         self._cache.flush()

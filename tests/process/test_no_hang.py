@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from fastload.cache import Cache
 from fastload.cache.directory import Directory
 from fastload.cache.index import Index
 from fastload.cache.writer import Writer
+from fastload.cli.command_options import check_usable
 from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.reads import Source
@@ -391,6 +393,20 @@ def test_no_batch_and_no_dataset_waits_for_an_index_that_is_rebuilt(
     loader = DataLoader(datasets[0], 4, num_workers=1, collate_fn=len, multiprocessing_context="fork")
     assert list(loader) == [4, 4]
     assert time.monotonic() - start < 30, "each of them would wait for 8 s, and the last batch for 60 s"
+
+
+def test_command_does_not_wait_for_a_rebuild_that_has_failed(
+    filled: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Directory, stopping: threading.Event) -> None:
+        raise OSError(errno.EIO, "the disk is bad")
+
+    shutil.rmtree(filled[1] / "v1" / "index")
+    monkeypatch.setattr(Directory, "_reindex", fail)
+    cache = Cache(filled[1])
+    monkeypatch.setattr(cache, "flush", lambda: pytest.fail("there is nothing to wait for"))
+    with pytest.warns(RuntimeWarning, match="the disk is bad"):
+        check_usable(cache)
 
 
 def test_consumer_with_a_timeout_gets_the_last_batch_before_a_slow_disk_has_it(
