@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.data import ROOT
 
-# The words of each command in a whole run; all together take a quarter of its time.
+# The words of each command in a whole run; all together take a fifth of its time.
 PARTS = (
     ("shapes", "--turns", "3", "--seconds", "2"),
     ("starts", "--rounds", "2"),

@@ -141,8 +141,8 @@ class Index:
     def add_segment(self, name: str) -> int:
         """Register a segment, unless it is, and return its number. Numbers are never used twice.
 
-        Two processes may come upon one at a time. A second number would never get entries, so that the
-        segment looked like one that holds nothing of use.
+        Two processes may find the same segment. A second number would never get entries, and the segment
+        would look like one that holds nothing of use.
         """
         with self._write() as txn:
             for known, found in txn.cursor(self._segments):

@@ -341,7 +341,7 @@ def main() -> None:
     try:
         job: Job = pickle.load(sys.stdin.buffer)
     except (AttributeError, ImportError) as error:  # what the store was given is of the script itself
-        why = f"{error}: define it in a module that both can import, not in the script"
+        why = f"{error}: define it in a module, not in the script: another process has to import it"
         sys.stdout.write(json.dumps(_Result(error=why)._asdict()))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -50,7 +50,7 @@ def used_index(data: memoryview) -> memoryview | None:
 
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
-_JUNK, _SCAN = 0, 1  # in the place of a marker: bytes between two segments, and all that follows the header
+_JUNK, _SCAN = 0, -1  # in the place of a marker: bytes between two segments, and all that follows the header
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
 # All other frame types: progressive, lossless, hierarchical, arithmetic-coded. (C4, C8 and CC are no frames.)
 _OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
