@@ -20,7 +20,7 @@ class Scale:
     """The amount of measurement."""
 
     images: int = 2000
-    repeats: int = 4
+    repeats: int = 3
     latencies: tuple[int, ...] = (0, 20, 50, 100)  # ms
     # At most, an epoch. Where it is cut, samples that were read and prepared ahead count as CPU time and not
     # as images: cut after 5 s, the epochs that fill a cache lost up to a sixth of their images.

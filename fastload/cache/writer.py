@@ -89,8 +89,8 @@ class Writer:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes on disk of the records that are not yet written."""
-        return self._queue.nbytes
+        """Bytes on disk of the records for which the index has not been asked to reserve room."""
+        return self._queue.waiting_bytes
 
     @property
     def has_first_job(self) -> bool:
@@ -300,11 +300,14 @@ class WriteQueue:
     Attributes:
         error: the failure that ended it, or None.
         nbytes: bytes on disk of the records that are not yet written.
+        waiting_bytes: those of them that no batch has taken. The index counts the others itself: whoever adds
+            both would count a batch twice, and find a cache full that has room.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.nbytes = 0
+        self.waiting_bytes = 0
         # `with` takes the lock itself: Ctrl-C in the Python code of a condition would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -336,6 +339,7 @@ class WriteQueue:
             self._items.append(item)
             self._keys.add(item.key)
             self.nbytes += size
+            self.waiting_bytes += size
             self._submitted += 1
             if len(self._items) == 1 or self._is_batch():
                 self._changed.notify_all()
@@ -393,6 +397,7 @@ class WriteQueue:
             while self._items and len(items) < BATCH_RECORDS and size < BATCH_BYTES:
                 items.append(self._items.popleft())
                 size += record_size(items[-1].length)
+            self.waiting_bytes -= size
             drops, self._drops = self._drops, []
         return Batch(items, drops) if items or drops else None
 
@@ -412,7 +417,7 @@ class WriteQueue:
             self._items.clear()
             self._drops.clear()
             self._keys.clear()
-            self.nbytes = 0
+            self.nbytes = self.waiting_bytes = 0
             self._finished = self._submitted
             self._changed.notify_all()
 

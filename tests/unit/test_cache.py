@@ -312,7 +312,10 @@ def test_path_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "hello"
 
 
-def test_size_limit_fills_then_stops(open_cache: Callable[..., Cache]) -> None:
+def test_size_limit_fills_then_stops(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "LINGER", PATIENCE)  # until `flush`, none of them is on its way
     cache = open_cache(size_limit=10 * record_size(1000) + 50)
     kept = [cache.write(cache.key(str(i)), payload_of(str(i), 1000)) for i in range(50)]
     assert cache.flush(30)
@@ -323,6 +326,27 @@ def test_size_limit_fills_then_stops(open_cache: Callable[..., Cache]) -> None:
     assert cache.counters["cache.failures"] == 0
     cache.clear()
     assert cache.write(cache.key("new"), b"x" * 1000)  # there is room again
+
+
+def test_records_on_their_way_count_once(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room was reserved for them, and they counted as queued, too: a pull ended at two thirds of the limit."""
+    cache = open_cache(size_limit=10 * record_size(1000))
+    reserved, gate, real = threading.Event(), threading.Event(), os.pwritev
+
+    def slow(*args: Any) -> int:
+        reserved.set()
+        assert gate.wait(PATIENCE)
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    kept = [cache.write(cache.key(str(i)), payload_of(str(i), 1000)) for i in range(6)]
+    assert reserved.wait(PATIENCE)
+    kept += [cache.write(cache.key(str(i)), payload_of(str(i), 1000)) for i in range(6, 12)]
+    gate.set()
+    assert cache.flush(30)
+    assert kept == [True] * 10 + [False] * 2 and cache.info()["entries"] == 10
 
 
 def test_tiny_limit_passes_through(open_cache: Callable[..., Cache]) -> None:
