@@ -153,6 +153,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._advances = True  # until the first set_epoch
         self._begun = False  # something was drawn in self.epoch
         self._start: int | None = None  # where the next iteration starts, once that is settled
+        self._resumable: tuple[int, int, tuple[int, float]] | None = None  # epoch, start, dealt, as loaded
         # The position once all of `_drawing` is drawn, and what is left of the indices that come next.
         self._end: tuple[int, int] = (0, 0)
         self._drawing: Iterator[int] = iter(())
@@ -162,7 +163,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._start_epoch()
         assert self._start is not None
         epoch, start = self.epoch, self._start
-        self._start, self._begun = None, True
+        self._start, self._begun, self._resumable = None, True, None
         yield from self._draw(epoch, start)
         if self._position[0] == epoch and self._start is None:
             self._start_epoch()
@@ -213,7 +214,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A loaded position is kept if it is in this epoch."""
         epoch = operator.index(epoch)  # numpy's numbers would make states that JSON does not know
-        if self._start is None or epoch != self.epoch:
+        if self._resumable is not None and epoch == self._resumable[0]:  # perhaps after another one
+            _, self._start, self._dealt = self._resumable
+        elif self._start is None or epoch != self.epoch:
             if self._start and self._start < (self._length() or math.inf):
                 warnings.warn(
                     f"set_epoch({epoch}) drops the position that was loaded, {self._start} samples into "
@@ -271,6 +274,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._advances = bool(state_dict["advances"])
         dealt = self._deal(state_dict if self._start else None)
         self._dealt = (self._parts(), self.exchange) if dealt is None else (dealt.nodes, dealt.exchange)
+        self._resumable = (self.epoch, int(state_dict["consumed"]), self._dealt)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ArgumentError unless this sampler can go on from a state."""
@@ -290,7 +294,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 )
 
     def _stand_at(self, epoch: int, consumed: int) -> None:
-        self.epoch, self._start, self._begun = epoch, consumed, False
+        self.epoch, self._start, self._begun, self._resumable = epoch, consumed, False, None
         self._position = (epoch, consumed)
 
     # --- for a loader

@@ -85,7 +85,7 @@ class ShardSampler(DistributedSampler):
 
     def _begin_stream(self) -> None:
         """Note that a stream of this epoch was read: the next iteration is the next epoch."""
-        self._start, self._begun = None, True
+        self._start, self._begun, self._resumable = None, True, None
 
     def _check_streamable(self, *, over: bool) -> None:
         """Raise ArgumentError if the loaded position needs an indexed dataset.

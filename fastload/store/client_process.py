@@ -165,6 +165,10 @@ class ClientProcess:
                 self._running = _launch(target)
             return self._running
 
+    def descriptors(self) -> list[int]:
+        """Return its control socket and the connections that no request uses now."""
+        return [] if self._running is None else self._running.descriptors()
+
     def forget(self) -> None:
         """Leave the parent's client process to the parent, in a forked child."""
         self._lock = threading.Lock()
@@ -181,6 +185,9 @@ class _Running:
         self._free: deque[socket.socket] = deque()
         # Not `__del__`: sockets that are collected with this one would warn before it closes them.
         self.close = weakref.finalize(self, _close, control, self._free)
+
+    def descriptors(self) -> list[int]:
+        return [self._control.fileno(), *(free.fileno() for free in self._free.copy())]
 
     def check(self) -> None:
         """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
@@ -299,6 +306,11 @@ def _fork(target: Any, control: socket.socket) -> None:
 def started() -> set[int]:
     """Return the client processes of this process: those that live, and those not waited for yet."""
     return set(_started)
+
+
+def connections() -> dict[int, int]:
+    """Return the descriptors that lead to client processes, each with a number of its `ClientProcess`."""
+    return {fd: id(process) for process in list(_all) for fd in process.descriptors()}
 
 
 def _wait_for_ended() -> None:

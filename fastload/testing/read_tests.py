@@ -36,16 +36,18 @@ def held() -> Held:
     """Find child processes, threads, open files and shared memory. Elsewhere than on Linux: threads.
 
     What multiprocessing keeps on purpose until the end of this process does not count, nor do the client
-    processes of stores.
+    processes of stores. The sockets that lead to them count once a store: a store of before may have a new
+    client process now, for a thread of before.
     """
     resources: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
     if sys.platform != "linux":
         return resources
     servers, pipes = _multiprocessing_servers()
+    clients = client_process.connections()
     on_linux: Held = {
         "processes": _children() - servers - client_process.started(),
         "descriptors": {
-            described
+            ("client process", clients[int(fd.name)]) if int(fd.name) in clients else described
             for fd in Path("/proc/self/fd").iterdir()
             if int(fd.name) not in pipes and (described := _describe(fd)) is not None
         },

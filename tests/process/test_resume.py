@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -545,6 +546,13 @@ def test_set_epoch(kind: Any) -> None:
         with pytest.warns(UserWarning, match="drops the position"):
             sampler.set_epoch(2)
     assert list(run) == expected[2], "another epoch starts at its beginning"
+    sampler, run = make()
+    run.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # see above
+        sampler.set_epoch(2)
+    sampler.set_epoch(1)
+    assert seen + list(run) == expected[1], "in the loaded epoch, it goes on where it was"
 
 
 @pytest.mark.filterwarnings("ignore:set_epoch.4. drops the position")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -23,6 +24,7 @@ from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process
 from fastload.store.client_process import ClientProcess
+from fastload.testing import read_tests
 from tests.faultserver import FaultServer
 from tests.forked import Forked
 from tests.patience import PATIENCE, runs, wait_until
@@ -263,6 +265,21 @@ def _train(say: Any) -> None:
     process = ClientProcess()
     say.send(process.call(Target(), "pid"))
     time.sleep(600)
+
+
+def test_new_process_of_an_earlier_store_is_no_leak() -> None:
+    """A thread that an earlier test had left asked again, and a leak check found two sockets."""
+    earlier, target = ClientProcess(), Target()
+    earlier.call(target, "pid")
+    before = read_tests.held()["descriptors"]
+    with contextlib.suppress(StoreError):
+        earlier.call(target, "die")
+    with Path(os.devnull).open(), Path(os.devnull).open():  # the new sockets get other numbers
+        assert earlier.call(target, "pid")
+    assert read_tests.held()["descriptors"] == before
+    another = ClientProcess()
+    assert another.call(target, "pid")
+    assert read_tests.held()["descriptors"] - before == {("client process", id(another))}
 
 
 def test_trainer_killed_its_client_ends() -> None:

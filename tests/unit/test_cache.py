@@ -331,7 +331,7 @@ def test_size_limit_fills_then_stops(
 def test_records_on_their_way_count_once(
     open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room was reserved for them, and they counted as queued, too: a pull ended at two thirds of the limit."""
+    """They counted as queued, too, while room was reserved for them: a pull ended before the limit."""
     cache = open_cache(size_limit=10 * record_size(1000))
     reserved, gate, real = threading.Event(), threading.Event(), os.pwritev
 

@@ -232,7 +232,14 @@ def test_set_epoch_after_loading() -> None:
     sampler.load_state_dict(state)
     with pytest.warns(UserWarning, match="drops the position"):
         sampler.set_epoch(4)
+    sampler.set_epoch(3)
+    assert list(sampler) == order(20, 0, 3)[12:], "as the warning says"
+    sampler.load_state_dict(state)
+    with pytest.warns(UserWarning, match="drops the position"):
+        sampler.set_epoch(4)
     assert list(sampler) == order(20, 0, 4)
+    sampler.set_epoch(3)
+    assert list(sampler) == order(20, 0, 3), "an epoch has begun since"
 
 
 @pytest.mark.parametrize(
