@@ -99,9 +99,12 @@ def _caption(document: Document) -> str:
         "does one part of the work, such as the GETs alone. The epochs of slow contenders are cut short:\n"
         "their GETs include batches that came too late to count."
     )
+    installing = (
+        f", and {minutes['installing']:.0f} to install the others" if minutes["installing"] >= 0.5 else ""
+    )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "
-        f"{minutes['measuring']:.0f} minutes, and {minutes['installing']:.0f} to install the others."
+        f"{minutes['measuring']:.0f} minutes{installing}."
     )
     return "\n".join([work, manner, _machine(document), command])
 

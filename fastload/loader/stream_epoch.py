@@ -211,7 +211,7 @@ class StreamEpoch:
 
     def work(self, stream: int) -> TakeNext:
         """Return the next batch of a stream, for the process that reads it: always the same one."""
-        self._sampler._begin_stream()
+        self._sampler._note_begun()
         start = self._states[stream] if stream in self._unopened else None
         self._unopened.discard(stream)
         return TakeNext(stream, self._size, start)

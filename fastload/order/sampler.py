@@ -161,12 +161,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
         self._start_epoch()
-        assert self._start is not None
         epoch, start = self.epoch, self._start
-        self._start, self._begun, self._resumable = None, True, None
+        assert start is not None
+        self._note_begun()
         yield from self._draw(epoch, start)
         if self._position[0] == epoch and self._start is None:
             self._start_epoch()
+
+    def _note_begun(self) -> None:
+        """Note that an epoch has begun: without `set_epoch`, the next iteration is the next epoch."""
+        self._start, self._begun, self._resumable = None, True, None
 
     def _draw(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield what this rank reads of an epoch, and keep `_position`."""

@@ -83,10 +83,6 @@ class ShardSampler(DistributedSampler):
             return whole if self.mode == "eval" else len(self) * self.num_replicas
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _begin_stream(self) -> None:
-        """Note that a stream of this epoch was read: the next iteration is the next epoch."""
-        self._start, self._begun, self._resumable = None, True, None
-
     def _check_streamable(self, *, over: bool) -> None:
         """Raise ArgumentError if the loaded position needs an indexed dataset.
 

@@ -165,10 +165,6 @@ class ClientProcess:
                 self._running = _launch(target)
             return self._running
 
-    def descriptors(self) -> list[int]:
-        """Return its control socket and the connections that no request uses now."""
-        return [] if self._running is None else self._running.descriptors()
-
     def forget(self) -> None:
         """Leave the parent's client process to the parent, in a forked child."""
         self._lock = threading.Lock()
@@ -186,8 +182,9 @@ class _Running:
         # Not `__del__`: sockets that are collected with this one would warn before it closes them.
         self.close = weakref.finalize(self, _close, control, self._free)
 
-    def descriptors(self) -> list[int]:
-        return [self._control.fileno(), *(free.fileno() for free in self._free.copy())]
+    def sockets(self) -> list[socket.socket]:
+        """Return those that no request uses now."""
+        return [self._control, *self._free.copy()]
 
     def check(self) -> None:
         """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
@@ -310,7 +307,13 @@ def started() -> set[int]:
 
 def connections() -> dict[int, int]:
     """Return the descriptors that lead to client processes, each with a number of its `ClientProcess`."""
-    return {fd: id(process) for process in list(_all) for fd in process.descriptors()}
+    running = {id(process): process._running for process in list(_all)}
+    return {
+        opened.fileno(): number
+        for number, client in running.items()
+        if client is not None
+        for opened in client.sockets()
+    }
 
 
 def _wait_for_ended() -> None:

@@ -36,8 +36,8 @@ def held() -> Held:
     """Find child processes, threads, open files and shared memory. Elsewhere than on Linux: threads.
 
     What multiprocessing keeps on purpose until the end of this process does not count, nor do the client
-    processes of stores. The sockets that lead to them count once a store: a store of before may have a new
-    client process now, for a thread of before.
+    processes of stores. All sockets to those of one store count as one thing: a thread that was there before
+    may have made its store start a new one.
     """
     resources: Held = {"threads": {thread.ident for thread in threading.enumerate()}}
     if sys.platform != "linux":

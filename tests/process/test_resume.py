@@ -549,7 +549,7 @@ def test_set_epoch(kind: Any) -> None:
     sampler, run = make()
     run.load_state_dict(state)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # see above
+        warnings.simplefilter("ignore", UserWarning)  # it drops the position
         sampler.set_epoch(2)
     sampler.set_epoch(1)
     assert seen + list(run) == expected[1], "in the loaded epoch, it goes on where it was"
