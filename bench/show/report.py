@@ -110,6 +110,8 @@ def write(result: Path, root: Path = ROOT, results: Path = RESULTS) -> list[Path
     """Write the pages of the project in `root`, and the charts; the paths of the written files."""
     document = json.loads(result.read_text())
     check(document)
+    if document["quick"]:
+        raise ValueError(f"{result} is a quick result, and lacks what the pages show: name a full one")
     pages = pages_with(document, root)
     pictures = charts.draw(document, results)
     for path, text in pages.items():

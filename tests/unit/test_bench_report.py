@@ -268,6 +268,8 @@ def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pictures = [f"compare-{name}{dark}.png" for name in ("best", "first-epoch") for dark in ("", "-dark")]
     assert [str(path.relative_to(tmp_path)) for path in written] == [*texts, *pictures]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[len(texts) :])
+    with pytest.raises(ValueError, match="is a quick result"):
+        report.write(tmp_path / "compare-2026-11-21.json", tmp_path, tmp_path)
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
