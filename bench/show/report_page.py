@@ -12,7 +12,10 @@ from bench.show.figures import MAIN, best_other, median, number, ours_of, rows_o
 PICTURES = "../bench/results"  # from docs/
 _DECODING = "Photos in memory, decoded, cropped and resized; no loader:"
 _HANDING_OVER = "Ready samples of 224 pixels, from two workers to the training loop:"
-_OTHER_LOAD = "The same processes, in turns on an idle machine and beside a process that keeps one core busy:"
+_OTHER_LOAD = (
+    "The same processes, in turns on an idle machine and beside a process that keeps one core busy. The more "
+    "of an idle machine a loader uses, the more it can lose:"
+)
 _WORKERS = "Images per second, and the memory of all processes (small), over the number of workers:"
 
 Document = dict[str, Any]

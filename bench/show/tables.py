@@ -159,6 +159,11 @@ def _epoch_line(document: Document, row: Row) -> list[str]:
 
 def other_load(document: Document) -> str:
     """The rates of both kinds of epochs, on an idle machine and with one core kept busy, and their ratio."""
+
+    def cores(row: dict[str, Any]) -> str:
+        pairs = zip(row["rates"], row["cpu_seconds_per_1000"], strict=True)
+        return number(median([rate * seconds / 1000 for rate, seconds in pairs]))
+
     lines = []
     for epoch in EPOCHS:
         block = []
@@ -166,10 +171,11 @@ def other_load(document: Document) -> str:
             loaded = find(rows_of(document, "load", f"{epoch}{BUSY}"), row["contender"])
             if loaded is not None:
                 idle, busy = median(row["rates"]), median(loaded["rates"])
-                figures = [number(idle), number(busy), number(busy / idle)]
+                figures = [number(idle), number(busy), number(busy / idle), cores(row), cores(loaded)]
                 block.append([_name(document, row["contender"]), *figures])
         lines += _labelled(epoch, block)
-    return table(["", "images/s", "idle", "one core busy", "ratio"], lines, texts=2) if lines else ""
+    headings = ["", "images/s", "idle", "one core busy", "ratio", "cores used, idle", "beside"]
+    return table(headings, lines, texts=2) if lines else ""
 
 
 def photographs(document: Document) -> str:

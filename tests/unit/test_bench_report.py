@@ -109,8 +109,8 @@ def test_every_table_is_whole(small: Document) -> None:
 def test_other_load_is_a_ratio_to_the_idle_machine(small: Document) -> None:
     lines = [cells(line) for line in tables.other_load(small).splitlines()[2:]]
     assert lines == [
-        ["first epoch", "**fastload**", "1,000", "600", "0.600"],
-        ["", "WebDataset <sup>2,3</sup>", "800", "400", "0.500"],
+        ["first epoch", "**fastload**", "1,000", "600", "0.600", "1.20", "0.720"],
+        ["", "WebDataset <sup>2,3</sup>", "800", "400", "0.500", "0.960", "0.480"],
     ]
 
 
