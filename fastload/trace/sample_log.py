@@ -7,7 +7,8 @@
 
 The run step counts the steps since the run began, over its resumes. A run that resumes makes some steps
 again: what stands before its "R" with that run step or a later one is void. A process that was killed may
-leave a torn last frame, which is not read. Logging never stops or slows the training: see `LogWriter`.
+leave a torn last frame, and a power cut zeros behind it, which are not read. Logging never stops or slows the
+training: see `LogWriter`.
 """
 
 from __future__ import annotations
@@ -157,21 +158,15 @@ def rank_of(data: Any) -> int:
 
 
 def frames(data: Any) -> Iterator[tuple[int, RunBegins | LoggedStep]]:
-    """Return (offset, content) of each frame, up to one that is torn or damaged.
+    """Return (offset, content) of each frame, up to one at the end that is torn.
 
     Raises:
-        DecodeError: a frame is whole, and says what fastload does not write.
+        DecodeError: a frame is damaged, or it is whole and says what fastload does not write.
     """
-    view, at = memoryview(data), _HEADER.size
-    while at + _FRAME.size <= len(view):
-        kind, size, checksum = _FRAME.unpack_from(view, at)
-        body = view[at + _FRAME.size : at + _FRAME.size + size]
-        if len(body) < size or _checksum(kind, body) != checksum:
-            return
+    for at, kind, body in _walk(data):
         if kind not in (b"R", b"S"):
             raise DecodeError(f"the sample log has a frame of kind {kind!r}: fastload writes b'R' and b'S'")
         yield at, LoggedStep.load(body) if kind == b"S" else RunBegins.load(body)
-        at += _FRAME.size + size
 
 
 def step_at(data: Any, at: int) -> LoggedStep:
@@ -181,16 +176,38 @@ def step_at(data: Any, at: int) -> LoggedStep:
 
 
 def end_of_frames(data: Any) -> int:
-    """Return where the next frame goes: behind the last one that is whole."""
-    at = _HEADER.size
-    while at + _FRAME.size <= len(data):
-        kind, size, checksum = _FRAME.unpack_from(data, at)
+    """Return where the next frame goes: behind the last one that is whole.
+
+    Raises:
+        DecodeError: a frame is damaged.
+    """
+    end = _HEADER.size
+    for at, _, body in _walk(data):
+        end = at + _FRAME.size + len(body)
+    return end
+
+
+def _walk(data: Any) -> Iterator[tuple[int, bytes, memoryview]]:
+    """Yield (offset, kind, body) of each frame, up to one at the end that is torn."""
+    view, at = memoryview(data), _HEADER.size
+    while at + _FRAME.size <= len(view):
+        kind, size, checksum = _FRAME.unpack_from(view, at)
         end = at + _FRAME.size + size
-        last = end + _FRAME.size > len(data)
-        if end > len(data) or (last and _checksum(kind, data[at + _FRAME.size : end]) != checksum):
-            break
+        body = view[at + _FRAME.size : end]
+        if len(body) < size or _checksum(kind, body) != checksum:
+            # A power cut may leave a file that is longer than what was written: zeros follow.
+            if _has_content(view[end:]):
+                raise DecodeError(
+                    f"the sample log is damaged at byte {at:,} of {len(view):,}, and what follows is lost"
+                )
+            return
+        yield at, kind, body
         at = end
-    return at
+
+
+def _has_content(data: Any) -> bool:
+    """Return whether there is a byte other than 0."""
+    return bool(np.asarray(memoryview(data)).any())
 
 
 def _framed(kind: bytes, body: bytes) -> bytes:
@@ -300,15 +317,20 @@ class LogWriter:
             self._file = os.open(path, flags, 0o644)
             self._owner = os.getpid()
             self._size = os.fstat(self._file).st_size
-            if header(rank).startswith(os.pread(self._file, 64, 0)):  # it is empty, or torn in its header
-                os.ftruncate(self._file, 0)
+            # Not in a `with`: an error keeps views of it, and it cannot be closed before them.
+            content = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) if self._size else b""
+            start = content[: _HEADER.size].rstrip(b"\0")
+            if header(rank).startswith(start) and not _has_content(content[_HEADER.size :]):
+                os.ftruncate(self._file, 0)  # it is empty, or torn in its header
                 self._size = 0
                 self._buffer.insert(0, header(rank))
                 return
-            with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
-                if rank_of(content) != rank:
-                    raise DecodeError(f"this is the sample log of rank {rank_of(content)}")
+            if rank_of(content) != rank:
+                raise DecodeError(f"this is the sample log of rank {rank_of(content)}")
+            try:
                 self._size = end_of_frames(content)
+            except DecodeError as error:  # what is behind the damage stays as it is
+                return self._fail(f"{error.message}; move {path.name} away")
             os.ftruncate(self._file, self._size)  # a process that was killed may have left half a frame
         except DecodeError as error:
             os.close(self._file)
@@ -317,7 +339,7 @@ class LogWriter:
         except OSError as error:
             self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | str) -> None:
         self._failed = True
         self._buffer = []
         if self._file >= 0:

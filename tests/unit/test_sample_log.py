@@ -98,23 +98,41 @@ def test_raised_step_has_no_rows(tmp_path: Path) -> None:
     assert [one[3] for one in steps(tmp_path)] == [[0, 1, 2, 3], [], [8, 9, 10, 11]]
 
 
+@pytest.mark.parametrize("zeros", [0, 4096])
 @pytest.mark.parametrize("cut", [1, 30])
-def test_torn_tail_is_not_read_and_the_log_goes_on_after_it(tmp_path: Path, cut: int) -> None:
+def test_torn_tail_is_not_read_and_the_log_goes_on_after_it(tmp_path: Path, cut: int, zeros: int) -> None:
+    """A power cut may leave a file that is longer than what was written."""
     list(loader_of(tmp_path))
     path = tmp_path / log_name(0)
-    os.truncate(path, path.stat().st_size - cut)
+    whole = path.stat().st_size
+    os.truncate(path, whole - cut)
+    os.truncate(path, whole - cut + zeros)
     assert len(steps(tmp_path)) == 4
     list(loader_of(tmp_path))
     assert len(steps(tmp_path)) == 9
 
 
-def test_damaged_frame_ends_the_log(tmp_path: Path) -> None:
-    list(loader_of(tmp_path))
+@pytest.mark.parametrize("size", [0, 8, 16, 4096])
+def test_log_of_zeros_begins_anew(tmp_path: Path, size: int) -> None:
     path = tmp_path / log_name(0)
+    path.write_bytes(bytes(size))
+    list(loader_of(tmp_path))
+    assert len(steps(tmp_path)) == 5
+
+
+def test_damaged_log_is_named_and_stays(tmp_path: Path) -> None:
+    """`prove` found two logs equal as far as the damage in one of them, and said no more."""
+    for name in ("whole", "damaged"):
+        list(loader_of(tmp_path / name))
+    path = tmp_path / "damaged" / log_name(0)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert len(steps(tmp_path)) < 4
+    result = command("prove", tmp_path / "whole", tmp_path / "damaged")
+    assert result.exit_code == 2 and "is damaged at byte" in result.stderr
+    with pytest.warns(UserWarning, match=f"is damaged at byte .* move {log_name(0)} away"):
+        list(loader_of(tmp_path / "damaged"))
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
