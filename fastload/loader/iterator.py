@@ -15,7 +15,7 @@ import time
 from functools import partial
 from typing import Any
 
-from fastload.errors import LimitError, shorten_errors
+from fastload.errors import FastloadError, LimitError, WorkerError, shorten_errors
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
 from fastload.loader.resume import filter_of
@@ -56,7 +56,7 @@ class LoaderIterator(TorchIterator):
         self._reorder = ReorderBuffer(in_order=loader.in_order)
         self._outdated: set[int] = set()  # work that may be made by rules which have changed
         self.broken = False
-        self._limit_reached: LimitError | None = None
+        self._ended_by: FastloadError | None = None
         inline, start = loader.num_workers == 0, context.position.start
         if inline:
             self._position = context.position.begin(loader)
@@ -94,8 +94,8 @@ class LoaderIterator(TorchIterator):
 
     @shorten_errors
     def _next_data(self) -> Any:
-        if self._limit_reached is not None:
-            raise copy.copy(self._limit_reached)
+        if self._ended_by is not None:
+            raise copy.copy(self._ended_by)
         if self.broken:
             self._engine.check_open()
         self._context.meter.asked()
@@ -207,9 +207,14 @@ class LoaderIterator(TorchIterator):
         if not self._delivery.ahead:
             return
         self._receive(wait=False)
-        for arrival in self._reorder.first(1 + self._delivery.ahead):
-            if arrival.seq not in self._outdated:
-                self._delivery.start(arrival)
+        try:
+            for arrival in self._reorder.first(1 + self._delivery.ahead):
+                if arrival.seq not in self._outdated:
+                    self._delivery.start(arrival)
+        except BaseException:  # Ctrl-C; the batch that it met may be half transformed
+            self._ended_by = WorkerError("an interruption ended this iterator: start a new one")
+            self.broken = self._engine.concurrent
+            raise
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
         """Return the batch as the user gets it. Raises what its worker, the device or the pinning raised."""
@@ -219,7 +224,7 @@ class LoaderIterator(TorchIterator):
             batch = self._delivery.load(arrival)
         except LimitError as error:  # whoever resumes with a higher limit gets this batch once more
             # A copy: the traceback of `error` leads back here, and workers end with the last reference.
-            self._limit_reached, self.broken = copy.copy(error), self._engine.concurrent
+            self._ended_by, self.broken = copy.copy(error), self._engine.concurrent
             raise
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
