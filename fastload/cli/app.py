@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,12 @@ class _Command(TyperCommand):
         for place, word in reversed(list(enumerate(args if self.allow_interspersed_args else ()))):
             if word == RAY_FLAG and (place + 1 == len(args) or args[place + 1].startswith("-")):
                 args[place] = f"{RAY_FLAG}=auto"
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for option in self.get_params(ctx):
+            value = ctx.params.get(option.name or "")
+            if isinstance(value, float) and not math.isfinite(value):  # `min` lets them pass
+                raise typer.BadParameter(f"{value} is no finite number.", ctx, option)
+        return rest
 
 
 class _ScriptCommand(_Command):

@@ -147,7 +147,7 @@ def read_json(store: Any, info: Any) -> Any:
         return None
     try:
         return json.loads(bytes(store.read(info.key, info.version, info.size)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -426,12 +426,13 @@ def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
         DecodeError: not such an index, or one of another shard.
     """
     first, _, rest = text.partition(b"\n")
-    version, _, count = first.partition(b" ")
+    version, _, told = first.partition(b" ")
     fields = {b"v1.1": 3, b"v1.2": 4}.get(version)
-    if fields is None or not count.strip().isdigit():
+    if fields is None or not told.strip().isdigit():
         raise DecodeError(f"not an index of wds2idx 1.1 or 1.2: its first line is {first[:80]!r}")
     stops = []
     try:
+        count = int(told)
         for line in rest.splitlines():
             words = line.split()
             if not words or len(words) % fields:
@@ -439,8 +440,8 @@ def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
             stops.append(max(int(words[i + 1]) + int(words[i + 2]) for i in range(0, len(words), fields)))
     except ValueError as error:
         raise DecodeError(f"not an index of wds2idx: {error}") from None
-    if len(stops) != int(count):
-        raise DecodeError(f"the index has {len(stops)} lines, but its first line says {int(count)}")
+    if len(stops) != count:
+        raise DecodeError(f"the index has {len(stops)} lines, but its first line says {count}")
     try:
         ends = -(-np.array(stops, np.uint64).astype(np.int64) // BLOCK) * BLOCK
     except OverflowError:

@@ -24,6 +24,7 @@ from fastload.store.listing import Selection
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_OPERATORS = re.compile(r"[\\\[&~|]|-(?=-)")  # of sets in regular expressions, and not in globs
 _STARS = {"": "", "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
 _INDEX_FILES = r".*\.(?:idx|index)"
 _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
@@ -202,9 +203,7 @@ def glob_pattern(glob: str) -> str:
         elif glob[at] == "?":
             parts[-1], at = (star, text + "[^/]"), at + 1
         elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
-            inner = glob[at + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
-            inner = f"^{inner[1:]}" if inner[0] == "!" else inner
-            parts[-1], at = (star, f"{text}(?!/)[{inner}]"), end + 1
+            parts[-1], at = (star, text + _one_of(glob[at + 1 : end])), end + 1
         else:
             parts[-1], at = (star, text + re.escape(glob[at])), at + 1
     pattern = ""
@@ -212,6 +211,18 @@ def glob_pattern(glob: str) -> str:
         once = star in ("*", "**") and following in (star, "**")
         pattern += f"(?>{_STARS[star]}?{text})" if once else f"{_STARS[star]}{text}"
     return pattern
+
+
+def _one_of(inner: str) -> str:
+    """Return the regular expression of one character, by what stands between the brackets of a glob."""
+    escaped = _OPERATORS.sub(r"\\\g<0>", inner)
+    negated = escaped[0] == "!"
+    one = f"(?!/)[{'^' * negated}{escaped[negated:]}]"
+    try:
+        re.compile(one)
+    except re.error:
+        raise ArgumentError(f"[{inner}] in url is no set of characters: write a range as [a-z]") from None
+    return one
 
 
 def _text(url: str | os.PathLike[str]) -> str:

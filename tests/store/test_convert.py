@@ -395,6 +395,28 @@ def test_files_of_others_are_left_alone(photos: Path, tmp_path: Path) -> None:
     assert {name: body for name, body in files(out).items() if name != "foreign.json"} == before
 
 
+def test_document_that_cannot_be_gone_on_with_is_named(photos: Path, tmp_path: Path) -> None:
+    """Damaged ones, and those of other versions, ended in a traceback."""
+    out = tmp_path / "out"
+    assert convert(photos, out, "tar", "--name", "mine")[0] == 0
+    whole = json.loads((out / "mine.json").read_bytes())
+    shard = whole["shards"][0]
+    for damaged in (
+        {"made_by": "fastload convert"},
+        whole | {"format": whole["format"] + 1},
+        whole | {"settings": 5},
+        whole | {"shards": [shard | {"extra": 1}]},
+    ):
+        (out / "mine.json").write_text(json.dumps(damaged))
+        code, document = convert(photos, out, "tar", "--name", "mine")
+        assert code == 2 and "damaged, or of another version" in document["error"]["message"]
+
+
+def test_name_that_begins_another_name_is_free(photos: Path, tmp_path: Path) -> None:
+    assert convert(photos, tmp_path / "out", "tar", "--name", "train-small")[0] == 0
+    assert convert(photos, tmp_path / "out", "tar", "--name", "train")[0] == 0
+
+
 def test_what_was_damaged_meanwhile_is_found_and_mended(photos: Path, tmp_path: Path) -> None:
     convert(photos, tmp_path / "out", "tar")
     whole = files(tmp_path / "out")

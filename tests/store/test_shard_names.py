@@ -62,9 +62,12 @@ def test_globs() -> None:
         ("**/*.tar", ["a.tar", "a/b/c.tar"], ["a.zip"]),
         ("a?[0-3]", ["ab0", "ac3"], ["ab4", "a/1"]),
         ("x[!a].tar", ["xb.tar"], ["xa.tar"]),
+        ("x[a&&b--]", ["xa", "x&", "xb", "x-"], ["xc"]),
     ):
         assert all(re.fullmatch(glob_pattern(glob), text) for text in yes)
         assert not any(re.fullmatch(glob_pattern(glob), text) for text in no)
+    with pytest.raises(ArgumentError, match=r"\[z-a\] in url is no set of characters"):
+        glob_pattern("[z-a]*.tar")
 
 
 def test_every_way_to_name_shards(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -523,6 +523,7 @@ def test_an_index_that_does_not_fit_is_refused(text: bytes, size: int) -> None:
         b"v1.1 1\njpg x 1",
         b"v1.1 1\njpg 512 999999",
         b"v1.1 1\njpg 99999999999999999999 1",
+        b"v1.1 " + b"1" * 5000,  # more digits than Python reads
     ],
 )
 def test_a_wds_index_that_does_not_fit_is_refused(text: bytes) -> None:

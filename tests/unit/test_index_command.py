@@ -160,6 +160,7 @@ def test_interrupted_run_keeps_what_is_indexed_and_resumes(
     ("arguments", "says"),
     [
         (["{images}"], "no shards there"),
+        (["{nested}"], "no shards there"),  # a JSON document that Python refuses to read
         (["{shards}", "--to", "{index}", "--cache", "{cache}"], "leave one out"),
         (["{shards}", "--refresh", "--cache", "{cache}"], "leave one out"),
         (["{twice}", "--to", "{index}"], "2 of the shards would have the index file 'x.idx'"),
@@ -168,8 +169,9 @@ def test_interrupted_run_keeps_what_is_indexed_and_resumes(
 def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
     write(tmp_path / "images", {"a/1.jpg": jpeg(1)})
     write(tmp_path / "shards", shards("tar"))
+    write(tmp_path / "nested", {"index.json": b"[" * 100_000})
     write(tmp_path / "twice", {f"{one}/x.tar": shard("tar", range(2))[0] for one in "ab"})
-    known = {name: tmp_path / name for name in ("images", "shards", "twice", "index", "cache")}
+    known = {name: tmp_path / name for name in ("images", "nested", "shards", "twice", "index", "cache")}
     document = run(*(argument.format(**known) for argument in arguments), code=2)
     assert says in document["error"]["message"]
     assert not (tmp_path / "index").exists() and not (tmp_path / "cache").exists()

@@ -105,6 +105,7 @@ def convert(
         int | None,
         typer.Option(
             metavar="SEED",
+            min=0,
             help="Put samples into a random order: exact for objects; shards are mixed 16 at a time, "
             "and the samples of each new shard are shuffled.",
         ),

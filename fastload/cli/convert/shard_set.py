@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -116,8 +117,8 @@ class ShardSet:
         return {info.key: info for info in listed if self._is_ours(info.key)}
 
     def _is_ours(self, key: str) -> bool:
-        shard = key.startswith(f"{self.name}-") and key.endswith((".tar", ".tfrecord", ".idx"))
-        return shard or key == f"{self.name}.json"
+        numbered = rf"{re.escape(self.name)}-\d+(-of-\d+)?\.(tar|tfrecord|idx)"
+        return key == f"{self.name}.json" or re.fullmatch(numbered, key) is not None
 
     def _resume(self, present: dict[str, ObjectInfo]) -> None:
         """Take over the shards of an earlier run, up to the first one that is gone or has another size."""
@@ -127,19 +128,29 @@ class ShardSet:
             raise ArgumentError(
                 f"{self.store.url!r} contains a {file!r} that fastload did not write; give another --name"
             )
-        was, now = document["settings"], json.loads(json.dumps(self._settings))
+        try:
+            if document["format"] != FORMAT:
+                raise ValueError
+            was, complete = dict(document["settings"]), bool(document["complete"])
+            shards = [WrittenShard(**shard) for shard in document["shards"]]
+        except (KeyError, TypeError, ValueError):
+            raise ArgumentError(
+                f"{self.store.url!r} contains a {file!r} that is damaged, or of another version of fastload; "
+                "give another --name or destination"
+            ) from None
+        now = json.loads(json.dumps(self._settings))
         other = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
-        if other or document["format"] != FORMAT:
+        if other:
             raise ArgumentError(
                 f"{self.store.url!r} has shards {self.name!r} that were made with other settings "
                 f"({', '.join(other)}): they are not overwritten; give another --name or destination"
             )
-        for shard in (WrittenShard(**shard) for shard in document["shards"]):
+        for shard in shards:
             info = present.get(shard.name)
             if info is None or info.size != shard.bytes or index_name(shard.name) not in present:
                 return
             self.shards.append(shard)
-        self.complete = document["complete"]
+        self.complete = complete
 
     def file_name(self, number: int) -> str:
         return self.form.file_name(self.name, number, self._count)

@@ -228,6 +228,6 @@ def _classes(store: Store) -> list[str] | None:
     for info in infos:
         document = read_json(store, info) if info.key.endswith(".json") and "/" not in info.key else None
         if isinstance(document, dict) and document.get("made_by") == "fastload convert":
-            names: list[str] | None = document["classes"]
+            names: list[str] | None = document.get("classes")
             return names
     return None
