@@ -38,6 +38,7 @@ _log = logging.getLogger("fastload")
 _KEPT = 4  # listings of one name
 _JOBS = 16  # whose listing is remembered
 _POLL_SECONDS = 0.05
+_CHANGING_SECONDS = 10.0
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.IGNORECASE | re.ASCII)
@@ -214,15 +215,7 @@ class _Shelf:
         """
         lock = self._lock(f"{self._name}.lock")
         try:
-            while lock is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    progress.wait()
-                    time.sleep(_POLL_SECONDS)
-                except OSError:
-                    break
+            _take(lock, math.inf, progress.wait)
             yield
         finally:
             if lock is not None:
@@ -233,9 +226,8 @@ class _Shelf:
         """Open the record; it is written if the block has changed it."""
         lock = self._lock("listings.lock")
         try:
-            if lock is not None:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as a small file is written
+            # Another process has it while it writes a small file; unless it was stopped just then.
+            _take(lock, _CHANGING_SECONDS)
             record = _read(self._record)
             before = json.dumps(record)
             yield record
@@ -254,6 +246,20 @@ class _Shelf:
 
     def _path(self, digest: str) -> Path:
         return self._directory / f"{self._name}.{digest}.manifest"
+
+
+def _take(lock: int | None, seconds: float, wait: Callable[[], None] = lambda: None) -> None:
+    """Wait for a lock, at most so long; not at all where the file system has none. Calls `wait` meanwhile."""
+    deadline = time.monotonic() + seconds
+    while lock is not None and time.monotonic() < deadline:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            wait()
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return
 
 
 def _is_of(job: Job, entry: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -142,6 +143,24 @@ def test_a_damaged_record_is_listed_again(content: bytes, tmp_path: Path, server
         (record,) = (tmp_path / "c" / "manifests").glob("*.listings")
         record.write_bytes(content)
     assert listings_at(server) == 2
+
+
+def test_a_record_whose_lock_stays_taken_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped while it wrote the record held up all others for ever."""
+    monkeypatch.setattr(listings, "_CHANGING_SECONDS", 0.2)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.bin").write_bytes(b"1")
+
+    def opened() -> int:
+        return len(ObjectDataset(tmp_path / "data", cache=Cache(tmp_path / "cache"), listing_max_age="1h"))
+
+    assert opened() == 1
+    (path,) = tmp_path.glob("cache/**/listings.lock")
+    with path.open("rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert opened() == 1
 
 
 def test_a_few_listings_are_kept(tmp_path: Path, server: FaultServer) -> None:
