@@ -175,9 +175,22 @@ class FsspecStore(Store):
         """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
         with self._client("list", self._key(folder) or None) as fs:
             entries = [self._followed(each) for each in fs.ls(folder, detail=True)]
-        # Some name the folder itself too.
-        own = folder.strip("/")
-        return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
+        return [each for each in entries if not self._is_own(folder, each)]
+
+    def _is_own(self, folder: str, entry: Mapping[str, Any]) -> bool:
+        """Return whether an entry is the folder itself, which some list too: by its name or as a marker."""
+        name = str(entry["name"])
+        if entry["type"] != "directory" or name.strip("/") != folder.strip("/"):
+            return False
+        if name.endswith("/") and name != folder and not any(_versions(entry)):
+            key = f"{self._key(folder)}//"
+            raise StoreError(
+                f"the keys that begin with {key!r} have an empty segment and cannot be read: rename or "
+                "delete these objects",
+                stage="list",
+                key=key,
+            )
+        return True
 
     def _followed(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the file that a link leads to, under the link's name: sftp lists links as such."""

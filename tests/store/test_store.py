@@ -74,6 +74,18 @@ def test_every_key_by_obstore_is_read_or_refused() -> None:
         assert sorted(listed(store)) == sorted(good)
 
 
+@pytest.mark.parametrize(("lost", "key"), [("/root//a.txt", "//"), ("/root/d//b.txt", "d//")])
+def test_a_key_with_an_empty_segment_ends_a_listing_by_fsspec(lost: str, key: str) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe({"/root/a.txt": b"x", lost: b"y"})
+    try:
+        with pytest.raises(StoreError, match=f"'{key}' have an empty segment") as caught:
+            listed(open_store("memory://root"))
+    finally:
+        fs.rm_file(lost)
+    assert caught.value.key == key and caught.value.stage == "list"
+
+
 @pytest.mark.parametrize("kind", ["path", "memory"])
 def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("outside")
