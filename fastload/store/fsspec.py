@@ -57,7 +57,7 @@ from fastload.store.base import (
 from fastload.store.failures import StoreLocation, public_url
 from fastload.store.ftp import Ftp
 from fastload.store.node import ProcessLocal, is_part, part_name
-from fastload.store.options import public_options, secret_values
+from fastload.store.options import PARTS, SECRET, public_options, secret_values
 
 _PAGE = 1000
 _COPY = 8 << 20
@@ -317,13 +317,6 @@ _NOT_A_PLACE = frozenset(
         *("max_paths", "retries", "skip_instance_cache", "timeout", "use_listings_cache"),
     )
 )
-# Names of options that hold secrets, and of the parts of one ("AccountKey=...;", "?sig=...").
-_SECRET = re.compile(
-    r"secret|token|passw|passphrase|passcode|pwd|credential|cookie|signature|authorization|"
-    r"(?:^|[_-])(?:auth|acct|pass|sas|sig|tok)(?:$|[_-])|keys?(?:$|[_-](?:id|data|file|filename|base64)$)",
-    re.IGNORECASE,
-)
-_PARTS = re.compile(r"[;&]")
 _PATHS = ("fo", "path")  # an archive or a repository on this machine, unless a protocol is given for it
 
 
@@ -353,7 +346,7 @@ def _described_options(options: Mapping[str, Any]) -> dict[str, Any]:
     local = not options.get("target_protocol")
     described = {}
     for name, value in options.items():
-        if value is None or name in _NOT_A_PLACE or _SECRET.search(name):
+        if value is None or name in _NOT_A_PLACE or SECRET.search(name):
             continue
         if local and name in _PATHS and isinstance(value, str | os.PathLike):
             path = os.fsdecode(value)
@@ -400,7 +393,7 @@ def _without_secrets(text: str | bytes) -> str:
 
 
 def _without_secret_parts(text: str) -> str:
-    return ";".join(part for part in _PARTS.split(text) if not _SECRET.search(part.partition("=")[0]))
+    return ";".join(part for part in PARTS.split(text) if not SECRET.search(part.partition("=")[0]))
 
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -46,7 +46,13 @@ _AZURE_NATIVE = (
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SPELLED = {"region_name": "region"}  # by boto
-_SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
+# Names of options that hold secrets, and of the parts of one ("AccountKey=...;", "?sig=...").
+SECRET = re.compile(
+    r"secret|token|passw|passphrase|passcode|pwd|credential|cookie|signature|authorization|"
+    r"(?:^|[_-])(?:auth|acct|pass|sas|sig|tok)(?:$|[_-])|keys?(?:$|[_-](?:id|data|file|filename|base64)$)",
+    re.IGNORECASE,
+)
+PARTS = re.compile(r"[;&]")
 # What a file may say of a place; `options_from_state` takes it. No secret is among these, and nothing
 # that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
 _PUBLIC = (
@@ -278,13 +284,22 @@ def check_host_part(name: str, value: Any) -> None:
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the values of `options`, nested ones too, that no message may show."""
-    values: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            values += secret_values({str(inner): nested for inner, nested in value.items()})
-        elif isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS):
-            values.append(value)
-    return tuple(values)
+    values = (value for name, option in options.items() for value in _secrets_in(name, option))
+    return tuple(value for value in values if len(value) > 3)
+
+
+def _secrets_in(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for inner, nested in value.items():
+            yield from _secrets_in(str(inner), nested)
+    elif isinstance(value, list | tuple):
+        for nested in value:
+            yield from _secrets_in(name, nested)
+    elif isinstance(value, str) and SECRET.search(name):
+        yield value
+    elif isinstance(value, str) and "=" in value:  # a connection string
+        for part in PARTS.split(value):
+            yield from _secrets_in(*part.partition("=")[::2])
 
 
 def _known(

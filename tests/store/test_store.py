@@ -787,6 +787,17 @@ def test_a_folder_that_a_file_system_cannot_list_is_an_error_and_not_empty(flaky
     assert caught.value.stage == "list"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"Auth": ("someuser", CANARY)}, {"passphrase": CANARY}, {"login": f"Account=one;AccountKey={CANARY}"}],
+)
+def test_no_error_shows_a_secret_whatever_the_option(flaky: type[Flaky], options: dict[str, Any]) -> None:
+    flaky.faults = {"/r/b": [PermissionError(f"refused: {options}")]}
+    with pytest.raises(AccessDeniedError, match="refused") as caught:
+        listed(open_store("flaky://r", **options))
+    assert CANARY not in str(caught.value)
+
+
 def test_a_folder_that_is_not_listed_at_once_is_asked_for_again(flaky: type[Flaky]) -> None:
     flaky.faults = {"/r/b": [TimeoutError("no answer"), ConnectionResetError("reset")]}
     assert set(listed(open_store("flaky://r"))) == {"a/1", "b/2"}
