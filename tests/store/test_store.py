@@ -5,6 +5,7 @@ from __future__ import annotations
 import ftplib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,6 +107,19 @@ def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
                 read(key)
 
 
+def test_a_local_folder_deleted_during_a_listing_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1").touch()
+    monkeypatch.setattr("fastload.store.local._PAGE", 1)
+    pages = open_store(tmp_path).list()
+    first = next(pages)[0].key[0]
+    shutil.rmtree(tmp_path / ("b" if first == "a" else "a"))
+    assert list(pages) == []
+
+
 def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     (tmp_path / "root" / "sub").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -113,12 +127,14 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     (tmp_path / "root" / "sub" / "loop").symlink_to(tmp_path / "root")
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root" / "self").symlink_to("self")
     (tmp_path / "root" / "line\nbreak").write_bytes(b"22")
     os.mkfifo(tmp_path / "root" / "fifo")
     Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
     store = open_store(tmp_path / "root")
     link = len(str(tmp_path / "nowhere"))
-    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link}
+    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link, "self": 4}
+    assert store.folders() == {"sub", "link"}
     assert store.read("latin\udce9") == b"333"
     info = listed(store)["dangling"]
     with pytest.raises(NotFoundError, match="link to a file that is not there"):
