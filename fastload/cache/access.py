@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing import util as mp_util
 
 import lmdb
@@ -47,8 +49,9 @@ class Access:
         self._writer_failed = False
         self._disk_full = False
 
-    def __del__(self) -> None:
-        abandon(self._directory, self)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then all are closed, and names of modules may be None
+            abandon(self._directory, self)
 
     def open(self) -> Directory | None:
         """Return the directory; None where it cannot be used, which is reported once."""
