@@ -134,7 +134,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
         ArgumentError: an endpoint_url that holds a user and password, with keys to sign requests.
     """
     arguments = {name: value for name, value in options.items() if name not in ("client", "region")}
-    nested = dict(arguments.get("client_kwargs", {}))
+    nested = _client_kwargs(arguments)
     if options.get("region"):
         nested.setdefault("region_name", options["region"])
     if nested:
@@ -142,7 +142,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
     from fsspec.config import conf
 
     effective: dict[str, Any] = {**conf.get("s3", {}), **conf.get("s3a", {}), **arguments}
-    endpoint = effective.get("endpoint_url") or dict(effective.get("client_kwargs", {})).get("endpoint_url")
+    endpoint = effective.get("endpoint_url") or _client_kwargs(effective).get("endpoint_url")
     endpoint = endpoint or _configured_endpoint(effective)
     if not effective.get("anon"):  # a signature takes the header that would carry a user
         refuse_user("endpoint_url", endpoint, "key and secret")
@@ -319,7 +319,7 @@ def _known(
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten s3fs's names and nesting to obstore's."""
     settings = _known(options, "s3", _S3_OWN, _S3_NATIVE)
-    nested = dict(settings.pop("client_kwargs", {}))
+    nested = _client_kwargs(settings)
     for outer, inner in (("endpoint_url", "endpoint_url"), ("region", "region_name")):
         value = nested.pop(inner, None)
         if value is not None:
@@ -344,6 +344,15 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if "default_region" in settings:
         settings.setdefault("region", settings.pop("default_region"))
     return {**settings, "client_kwargs": nested}
+
+
+def _client_kwargs(options: Mapping[str, Any]) -> dict[str, Any]:
+    nested = options.get("client_kwargs") or {}
+    if not isinstance(nested, Mapping):
+        raise ArgumentError(
+            f"storage option client_kwargs must be a dict, as in {{'verify': False}}, found {_kind(nested)}"
+        )
+    return dict(nested)
 
 
 def _s3_credentials(
@@ -425,11 +434,17 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if endpoint.startswith("http://"):
         result["allow_http"] = True
-    verify = nested.get("verify", True)
+    verify = nested.get("verify")
     if verify is False:
         result["allow_invalid_certificates"] = True
-    elif verify is not True:
-        result["root_certificate"] = Path(verify).read_bytes()
+    elif verify is not True and verify is not None:
+        try:
+            result["root_certificate"] = Path(verify).read_bytes()
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"client_kwargs verify={verify!r} is no file of certificates that can be read: {error}. Give "
+                "its path, True or False"
+            ) from None
     return result
 
 
@@ -441,12 +456,20 @@ def _user_of(url: str) -> tuple[str, ...]:
 
 
 def refuse_user(name: str, url: str, instead: str) -> None:
-    """Raise `ArgumentError` for a URL with a user in it, which clients leave out of their requests."""
+    """Raise `ArgumentError` for what is no URL, and for a URL with a user in it, which clients leave out of
+    their requests."""
+    if not isinstance(url, str):
+        raise ArgumentError(f"{name} must be a URL, as in 'http://localhost:9000', found {_kind(url)}")
     if "@" in urlsplit(url).netloc:
         raise ArgumentError(
             f"{name} {public_url(url)!r} contains a user or password, which requests do not carry: "
             f"remove it, and pass the storage options {instead}"
         )
+
+
+def _kind(value: object) -> str:
+    """Return what a message says of a value that may hold a secret."""
+    return f"a value of type {type(value).__name__}"
 
 
 def _shown(endpoint: str) -> str:
