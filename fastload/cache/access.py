@@ -9,19 +9,24 @@ environments, and opens its own on first use.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import sys
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing import util as mp_util
 
 import lmdb
 
-from fastload.cache.directory import DAMAGED, Directory, identity, open_root
+from fastload.cache.directory import DAMAGED, LOCK_DEADLINE, Directory, LockedError, identity, open_root
 from fastload.errors import CacheError, address, warn
 from fastload.metrics.counters import Counters
 from fastload.store.node import ProcessLocal, speaks
 
 _FLUSH_SECONDS = 60.0
+_AGAIN_SECONDS = 10.0  # that a locked directory is left alone
 
 
 class Access:
@@ -39,22 +44,27 @@ class Access:
         self._path = path
         self._directory: Directory | None = None
         self._tried = False
+        self._again = math.inf  # when a directory that was locked is tried again
         self._warned = False
         self._writer_failed = False
         self._disk_full = False
 
-    def __del__(self) -> None:
-        abandon(self._directory, self)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # then all are closed, and names of modules may be None
+            abandon(self._directory, self)
 
     def open(self) -> Directory | None:
         """Return the directory; None where it cannot be used, which is reported once."""
-        if not self._tried:
+        if not self._tried or (self._directory is None and time.monotonic() >= self._again):
+            patience = 0.0 if self._tried else LOCK_DEADLINE  # only the first try holds up the training
             try:
-                self._directory = acquire(self._path, self)
+                self._directory = acquire(self._path, self, patience)
             except (OSError, lmdb.Error) as error:
                 # All workers of a loader find the same: one of them says it.
                 self._warned |= not speaks()
                 self.report(error)
+                locked = isinstance(error, LockedError)
+                self._again = time.monotonic() + _AGAIN_SECONDS if locked else math.inf
             self._tried = True
         return self._directory
 
@@ -170,8 +180,11 @@ _unforgettable: list[Directory] = []
 _finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority=10))
 
 
-def acquire(path: str, user: object) -> Directory:
-    """Return the opened directory, shared in this process; `user` holds it until `release`."""
+def acquire(path: str, user: object, patience: float = LOCK_DEADLINE) -> Directory:
+    """Return the opened directory, shared in this process; `user` holds it until `release`.
+
+    It waits `patience` seconds for another process that has it locked.
+    """
     with _lock:
         _finalizer.get()
         root_fd = open_root(path)
@@ -179,7 +192,7 @@ def acquire(path: str, user: object) -> Directory:
         if directory is not None:
             os.close(root_fd)
         else:
-            directory = Directory(path, root_fd)
+            directory = Directory(path, root_fd, patience)
             _opened[directory.identity] = directory
         directory.users.add(user)
     _close_abandoned()

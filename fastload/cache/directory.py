@@ -55,7 +55,7 @@ MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
 MANIFESTS = "manifests"  # beside it, of any format: the listings that datasets keep
 PULLING, PUSHING = "pulling", "pushing"  # locked by the process that does it
-LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
+LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds, or for a slow fsync
 CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000
 
@@ -81,16 +81,22 @@ class _State(NamedTuple):
     reindex: bool = False  # the segments hold records that the index may not know yet
 
 
+class LockedError(CacheError):
+    """Another process holds the exclusive lock of the directory, which ends: see `LOCK_DEADLINE`."""
+
+
 class Directory:
     """Index, segments and writer of one cache directory in this process.
 
-    Raises OSError, lmdb.Error or CacheError when it cannot be opened at all. A directory that can be read but
-    not written has `writer` None, and `readonly` says why; it is "" where it can be written.
+    Raises OSError, lmdb.Error or CacheError when it cannot be opened at all, LockedError if another process
+    holds its lock for `patience` seconds. A directory that can be read but not written has `writer` None, and
+    `readonly` says why; it is "" where it can be written.
     """
 
-    def __init__(self, path: str, root_fd: int) -> None:
+    def __init__(self, path: str, root_fd: int, patience: float = LOCK_DEADLINE) -> None:
         self.path = Path(path) / FOLDER
         self.identity = identity(root_fd)
+        self._patience = patience
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self.root_fd = root_fd
         self._reindexes = False
@@ -158,7 +164,7 @@ class Directory:
                 raise error from None
 
     def _open_locked(self) -> Index:
-        deadline = time.monotonic() + LOCK_DEADLINE
+        deadline = time.monotonic() + self._patience
         while True:
             for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
                 with contextlib.suppress(BlockingIOError):
@@ -169,8 +175,8 @@ class Directory:
                     fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
                     return index
             if time.monotonic() > deadline:
-                raise CacheError(
-                    f"cache {self.path}: another process held its lock for {LOCK_DEADLINE:.0f} s"
+                raise LockedError(
+                    f"cache {self.path}: another process held its lock for {self._patience:.0f} s"
                 )
             time.sleep(0.005)
 

@@ -190,7 +190,7 @@ class Published:
         self.foreign, self.names = sorted(foreign), [info.key for info in packs]
         known = self._settled | self.packs.keys() | self.damaged.keys()
         new = [info for info in packs if info.key not in known]
-        with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
+        with ThreadPoolExecutor(self.store.reading.at_once(REQUESTS), "fastload-packs") as pool:
             new_packs = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
         self.packs |= {pack.name: pack for pack in new_packs}
         return new_packs

@@ -52,7 +52,11 @@ _SLICE = 256  # keys that are made at once
 _REST_SECONDS = 0.006
 # `-c` puts the working directory first, and lacks what the script has added.
 # The cores are the trainer's from the first import on: where all are busy, no epoch waits for the network.
-_WORK = "import os, sys; os.nice(19); sys.path[:] = {path!r}; from fastload.cache.remote import main; main()"
+# What modules of the script print goes to stderr: stdout is for the result alone.
+_WORK = (
+    "import os, sys; os.nice(19); sys.path[:] = {path!r}; result = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
+    "from fastload.cache.remote import main; main(result)"
+)
 
 Keys = Callable[[], Iterable[bytes]]
 
@@ -207,6 +211,8 @@ class Remote:
             self._warn(task, "it is read-only")
             return
         with contextlib.ExitStack() as undone:
+            # Python passes over what is no text there, such as a Path, whose words are no code.
+            path = [place for place in sys.path if isinstance(place, str)]
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
                 job = pickle.dumps(
@@ -216,7 +222,7 @@ class Remote:
                     file.write(job)
                     file.seek(0)
                     process = subprocess.Popen(
-                        [sys.executable, "-c", _WORK.format(path=sys.path)],
+                        [sys.executable, "-c", _WORK.format(path=path)],
                         stdin=file,
                         stdout=result,
                         # Ctrl-C is for the trainer, which ends it. In a session of its own the kernel would
@@ -336,13 +342,13 @@ class _Result(NamedTuple):
     error: str = ""
 
 
-def main() -> None:
-    """Do one job from stdin, and write its result to stdout."""
+def main(answer: IO[str]) -> None:
+    """Do one job from stdin, and write its result."""
     try:
         job: Job = pickle.load(sys.stdin.buffer)
     except (AttributeError, ImportError) as error:  # what the store was given is of the script itself
         why = f"{error}: define it in a module, not in the script: another process has to import it"
-        sys.stdout.write(json.dumps(_Result(error=why)._asdict()))
+        answer.write(json.dumps(_Result(error=why)._asdict()))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=_end_with, args=(job.trainer,), daemon=True).start()
@@ -353,7 +359,7 @@ def main() -> None:
         result = _Result(settled=job.settled, error=str(error))
     finally:
         job.cache.close()
-    sys.stdout.write(json.dumps(result._asdict()))
+    answer.write(json.dumps(result._asdict()))
 
 
 def _end_with(trainer: int) -> None:

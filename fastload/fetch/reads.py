@@ -260,6 +260,7 @@ class SampleReads:
     ) -> None:
         self._source = source
         self._cache = cache
+        self._closed = False
         self._prepare = prepare
         self._counters = counters
         self._wait = wait
@@ -362,7 +363,8 @@ class SampleReads:
             self._counters.merge(self._cache.counters.drain())
 
     def close(self) -> None:
-        """Write out the cache and close it."""
+        """Write out the cache and close it. A request that ends later writes nothing: that would open it."""
+        self._closed = True
         if self._cache is not None:
             self._cache.close()
 
@@ -408,7 +410,7 @@ class SampleReads:
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body, read.index)
-        if self._cache is not None and key is not None:
+        if self._cache is not None and key is not None and not self._closed:
             if isinstance(payload, Unindexed):
                 # Not with `read`, which holds the payload: that would be a circle.
                 payload.bind(partial(self._write, key), partial(self._cache._unlock_inflight, key))

@@ -283,7 +283,7 @@ def _read_all(
             return bytes(store.read(key, version, size))
         return bytes(store.read_range(key, 0, most, version))
 
-    with ThreadPoolExecutor(_READS) as pool:
+    with ThreadPoolExecutor(store.reading.at_once(_READS)) as pool:
         return list(pool.map(read, objects))
 
 
@@ -312,7 +312,7 @@ def index_shards(
             return records
 
     add = index.add_and_keep if index.kept else index.add
-    with ThreadPoolExecutor(_READS) as pool:
+    with ThreadPoolExecutor(shards.store.reading.at_once(_READS)) as pool:
         for number, records in zip(missing, pool.map(read, missing), strict=True):
             add(number, records)
 

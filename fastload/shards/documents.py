@@ -43,7 +43,7 @@ def read_documents(
     def read(number: int) -> DocumentBounds:
         return _read(shards, number, ending, dtype, int(firsts[number + 1] - firsts[number]))
 
-    with ThreadPoolExecutor(_READS) as pool:
+    with ThreadPoolExecutor(shards.store.reading.at_once(_READS)) as pool:
         bounds = list(pool.map(read, range(len(shards))))
     starts = np.concatenate([one.starts + first for one, first in zip(bounds, firsts[:-1], strict=True)])
     lengths = np.concatenate([one.stops - one.starts for one in bounds])

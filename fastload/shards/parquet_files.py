@@ -245,7 +245,7 @@ class ParquetFiles:
     ) -> None:
         self._wanted = None if columns is None else sorted(set(columns))
         self._filter = row_filter
-        with ThreadPoolExecutor(min(_READS, len(shards))) as pool:
+        with ThreadPoolExecutor(shards.store.reading.at_once(min(_READS, len(shards)))) as pool:
             look = partial(self._look, shards.store, directory)
             self.files: list[FileRows] = list(pool.map(look, (shards[at] for at in range(len(shards)))))
         self.schema = self._schema(shards)

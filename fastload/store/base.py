@@ -68,6 +68,10 @@ class Reading(NamedTuple):
     max_inflated: int = MAX_INFLATED
     budget: RequestBudget | None = None
 
+    def at_once(self, most: int) -> int:
+        """Return how many requests one process may have in flight, where it would have `most`."""
+        return min(most, self.max_requests or most)
+
 
 PLAIN_READING = Reading()
 Page = list[ObjectInfo]  # a name of its own, since `list` is a method below

@@ -57,7 +57,7 @@ from fastload.store.base import (
 from fastload.store.failures import StoreLocation, public_url
 from fastload.store.ftp import Ftp
 from fastload.store.node import ProcessLocal, is_part, part_name
-from fastload.store.options import public_options, secret_values
+from fastload.store.options import PARTS, SECRET, public_options, secret_values
 
 _PAGE = 1000
 _COPY = 8 << 20
@@ -175,9 +175,22 @@ class FsspecStore(Store):
         """Return what lies in a folder. fsspec's `walk` would leave out folders that it cannot list."""
         with self._client("list", self._key(folder) or None) as fs:
             entries = [self._followed(each) for each in fs.ls(folder, detail=True)]
-        # Some name the folder itself too.
-        own = folder.strip("/")
-        return [each for each in entries if each["type"] != "directory" or each["name"].strip("/") != own]
+        return [each for each in entries if not self._is_own(folder, each)]
+
+    def _is_own(self, folder: str, entry: Mapping[str, Any]) -> bool:
+        """Return whether an entry is the folder itself, which some list too: by its name or as a marker."""
+        name = str(entry["name"])
+        if entry["type"] != "directory" or name.strip("/") != folder.strip("/"):
+            return False
+        if name.endswith("/") and name != folder and not any(_versions(entry)):
+            key = f"{self._key(folder)}//"
+            raise StoreError(
+                f"the keys that begin with {key!r} have an empty segment and cannot be read: rename or "
+                "delete these objects",
+                stage="list",
+                key=key,
+            )
+        return True
 
     def _followed(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the file that a link leads to, under the link's name: sftp lists links as such."""
@@ -304,13 +317,6 @@ _NOT_A_PLACE = frozenset(
         *("max_paths", "retries", "skip_instance_cache", "timeout", "use_listings_cache"),
     )
 )
-# Names of options that hold secrets, and of the parts of one ("AccountKey=...;", "?sig=...").
-_SECRET = re.compile(
-    r"secret|token|passw|passphrase|passcode|pwd|credential|cookie|signature|authorization|"
-    r"(?:^|[_-])(?:auth|acct|pass|sas|sig|tok)(?:$|[_-])|keys?(?:$|[_-](?:id|data|file|filename|base64)$)",
-    re.IGNORECASE,
-)
-_PARTS = re.compile(r"[;&]")
 _PATHS = ("fo", "path")  # an archive or a repository on this machine, unless a protocol is given for it
 
 
@@ -340,7 +346,7 @@ def _described_options(options: Mapping[str, Any]) -> dict[str, Any]:
     local = not options.get("target_protocol")
     described = {}
     for name, value in options.items():
-        if value is None or name in _NOT_A_PLACE or _SECRET.search(name):
+        if value is None or name in _NOT_A_PLACE or SECRET.search(name):
             continue
         if local and name in _PATHS and isinstance(value, str | os.PathLike):
             path = os.fsdecode(value)
@@ -387,7 +393,7 @@ def _without_secrets(text: str | bytes) -> str:
 
 
 def _without_secret_parts(text: str) -> str:
-    return ";".join(part for part in _PARTS.split(text) if not _SECRET.search(part.partition("=")[0]))
+    return ";".join(part for part in PARTS.split(text) if not SECRET.search(part.partition("=")[0]))
 
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.

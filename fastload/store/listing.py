@@ -311,7 +311,7 @@ def _heads(store: Store, keys: Iterable[str]) -> Iterator[ObjectInfo | None]:
     """Yield the answer to a request for each key; None where there is no object."""
     names = list(keys)
     yield from (_head(store, key) for key in names[:1])  # alone: a store that is down is asked once
-    pool = ThreadPoolExecutor(_AT_ONCE)
+    pool = ThreadPoolExecutor(store.reading.at_once(_AT_ONCE))
     try:
         yield from pool.map(lambda key: _head(store, key), names[1:])
     finally:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,30 @@ class LocalStore(Store):
 
     def _folders(self) -> set[str]:
         with self._location.errors("list"), os.scandir(self._root) as entries:
-            return {entry.name for entry in entries if entry.is_dir()}
+            return {entry.name for entry in entries if _leads(entry.is_dir)}
 
     def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
         """Yield files of a directory and those under it; `parents` ends the round trips of looping links."""
         directory = os.path.join(self._root, below)  # noqa: PTH118 - `below` is "" for the root
-        status = os.stat(directory)  # noqa: PTH116
+        try:
+            status = os.stat(directory)  # noqa: PTH116
+            scanned = os.scandir(directory)
+        except FileNotFoundError:
+            if not below:
+                raise
+            return  # deleted, or renamed, since its parent was read
         identity = (status.st_dev, status.st_ino)
-        if identity in parents:
-            return
-        with os.scandir(directory) as entries:
+        with scanned as entries:
+            if identity in parents:
+                return
             directories = []
             for entry in entries:
                 key = f"{below}{entry.name}"
-                if entry.is_dir():
+                if _leads(entry.is_dir):
                     directories.append(f"{key}/")
-                elif not is_part(entry.name) and (entry.is_file() or _leads_nowhere(entry)):
+                elif not is_part(entry.name) and (_leads(entry.is_file) or _leads_nowhere(entry)):
                     try:
-                        info = _info(key, entry.stat(follow_symlinks=entry.is_file()))
+                        info = _info(key, entry.stat(follow_symlinks=_leads(entry.is_file)))
                     except FileNotFoundError:  # deleted, or renamed, since the directory was read
                         continue
                     yield info
@@ -152,6 +158,14 @@ def _bucket_meant(url: str | os.PathLike[str]) -> str:
     if "://" in text or "/" not in text or text.startswith(("/", ".", "~")):
         return ""
     return f" (is it s3://{text}?)"
+
+
+def _leads(there: Callable[[], bool]) -> bool:
+    """Return whether an entry leads to a file, or to a directory; a link in a circle leads to neither."""
+    try:
+        return there()
+    except OSError:
+        return False
 
 
 def _leads_nowhere(entry: os.DirEntry[str]) -> bool:

@@ -369,6 +369,8 @@ class Columns:
         """Return the sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
         if not self.labelled:
             return key
+        if not key.isascii():  # a byte of no UTF-8 sorts as the surrogate that stands for it in a string
+            key = key.decode("utf-8", "surrogateescape").encode("utf-8", "surrogatepass")
         directory, _, name = key.rpartition(b"/")
         return b"\0".join((key.partition(b"/")[0], directory, name))
 

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -46,7 +46,13 @@ _AZURE_NATIVE = (
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SPELLED = {"region_name": "region"}  # by boto
-_SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
+# Names of options that hold secrets, and of the parts of one ("AccountKey=...;", "?sig=...").
+SECRET = re.compile(
+    r"secret|token|passw|passphrase|passcode|pwd|credential|cookie|signature|authorization|"
+    r"(?:^|[_-])(?:auth|acct|pass|sas|sig|tok)(?:$|[_-])|keys?(?:$|[_-](?:id|data|file|filename|base64)$)",
+    re.IGNORECASE,
+)
+PARTS = re.compile(r"[;&]")
 # What a file may say of a place; `options_from_state` takes it. No secret is among these, and nothing
 # that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
 _PUBLIC = (
@@ -128,7 +134,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
         ArgumentError: an endpoint_url that holds a user and password, with keys to sign requests.
     """
     arguments = {name: value for name, value in options.items() if name not in ("client", "region")}
-    nested = dict(arguments.get("client_kwargs", {}))
+    nested = _client_kwargs(arguments)
     if options.get("region"):
         nested.setdefault("region_name", options["region"])
     if nested:
@@ -136,7 +142,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
     from fsspec.config import conf
 
     effective: dict[str, Any] = {**conf.get("s3", {}), **conf.get("s3a", {}), **arguments}
-    endpoint = effective.get("endpoint_url") or dict(effective.get("client_kwargs", {})).get("endpoint_url")
+    endpoint = effective.get("endpoint_url") or _client_kwargs(effective).get("endpoint_url")
     endpoint = endpoint or _configured_endpoint(effective)
     if not effective.get("anon"):  # a signature takes the header that would carry a user
         refuse_user("endpoint_url", endpoint, "key and secret")
@@ -278,13 +284,22 @@ def check_host_part(name: str, value: Any) -> None:
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the values of `options`, nested ones too, that no message may show."""
-    values: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            values += secret_values({str(inner): nested for inner, nested in value.items()})
-        elif isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS):
-            values.append(value)
-    return tuple(values)
+    values = (value for name, option in options.items() for value in _secrets_in(name, option))
+    return tuple(value for value in values if len(value) > 3)
+
+
+def _secrets_in(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for inner, nested in value.items():
+            yield from _secrets_in(str(inner), nested)
+    elif isinstance(value, list | tuple):
+        for nested in value:
+            yield from _secrets_in(name, nested)
+    elif isinstance(value, str) and SECRET.search(name):
+        yield value
+    elif isinstance(value, str) and "=" in value:  # a connection string
+        for part in PARTS.split(value):
+            yield from _secrets_in(*part.partition("=")[::2])
 
 
 def _known(
@@ -304,7 +319,7 @@ def _known(
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten s3fs's names and nesting to obstore's."""
     settings = _known(options, "s3", _S3_OWN, _S3_NATIVE)
-    nested = dict(settings.pop("client_kwargs", {}))
+    nested = _client_kwargs(settings)
     for outer, inner in (("endpoint_url", "endpoint_url"), ("region", "region_name")):
         value = nested.pop(inner, None)
         if value is not None:
@@ -329,6 +344,15 @@ def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if "default_region" in settings:
         settings.setdefault("region", settings.pop("default_region"))
     return {**settings, "client_kwargs": nested}
+
+
+def _client_kwargs(options: Mapping[str, Any]) -> dict[str, Any]:
+    nested = options.get("client_kwargs") or {}
+    if not isinstance(nested, Mapping):
+        raise ArgumentError(
+            f"storage option client_kwargs must be a dict, as in {{'verify': False}}, found {_kind(nested)}"
+        )
+    return dict(nested)
 
 
 def _s3_credentials(
@@ -410,11 +434,17 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if endpoint.startswith("http://"):
         result["allow_http"] = True
-    verify = nested.get("verify", True)
+    verify = nested.get("verify")
     if verify is False:
         result["allow_invalid_certificates"] = True
-    elif verify is not True:
-        result["root_certificate"] = Path(verify).read_bytes()
+    elif verify is not True and verify is not None:
+        try:
+            result["root_certificate"] = Path(verify).read_bytes()
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"client_kwargs verify={verify!r} is no file of certificates that can be read: {error}. Give "
+                "its path, True or False"
+            ) from None
     return result
 
 
@@ -426,12 +456,20 @@ def _user_of(url: str) -> tuple[str, ...]:
 
 
 def refuse_user(name: str, url: str, instead: str) -> None:
-    """Raise `ArgumentError` for a URL with a user in it, which clients leave out of their requests."""
+    """Raise `ArgumentError` for what is no URL, and for a URL with a user in it, which clients leave out of
+    their requests."""
+    if not isinstance(url, str):
+        raise ArgumentError(f"{name} must be a URL, as in 'http://localhost:9000', found {_kind(url)}")
     if "@" in urlsplit(url).netloc:
         raise ArgumentError(
             f"{name} {public_url(url)!r} contains a user or password, which requests do not carry: "
             f"remove it, and pass the storage options {instead}"
         )
+
+
+def _kind(value: object) -> str:
+    """Return what a message says of a value that may hold a secret."""
+    return f"a value of type {type(value).__name__}"
 
 
 def _shown(endpoint: str) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import Subset
 
-from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, TableDataset
+from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, ParquetDataset, TableDataset
 from fastload.cache import listings
 from fastload.cache.listings import parse_duration
 from fastload.distributed import launcher
@@ -27,6 +27,7 @@ from fastload.errors import ArgumentError, StoreError
 from tests.cachedata import no_room
 from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
+from tests.sharddata import shards
 from tests.shortform import stress
 
 OBJECTS = {f"cat/{i}.jpg": b"%d" % i for i in range(3)} | {"dog/0.jpg": b"dog"}
@@ -70,6 +71,17 @@ CHANGES = [replace, add, delete, add_class]
 def seen(dataset: Any) -> dict[str, bytes]:
     with contextlib.closing(dataset):
         return {dataset.key(i): bytes(dataset._payload(i)) for i in range(len(dataset))}
+
+
+@pytest.mark.parametrize("kind", [ObjectDataset, ParquetDataset])
+def test_opening_obeys_max_requests(kind: Any, server: FaultServer) -> None:
+    server.objects = shards("parquet")
+    for key in server.objects:
+        server.script(key, Fault(delay=0.02), repeat=True)
+    keys = {"keys": list(server.objects)} if kind is ObjectDataset else {}
+    options = {**server.options, "max_requests": 2}
+    with contextlib.closing(kind("s3://bucket", storage_options=options, **keys)):
+        assert server.most_at_once == 2
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,16 @@ def test_labels_and_order_are_those_of_torchvision(tree: Path) -> None:
         assert manifest.size(index) == len(FILES[key])
 
 
+def test_names_that_are_no_utf8_have_torchvisions_order(tmp_path: Path) -> None:
+    for folder in ("\udc80", "é"):
+        (tmp_path / folder).mkdir()
+        for name in ("\udc80.jpg", "é.jpg", "\ue000.jpg"):
+            (tmp_path / folder / name).touch()
+    manifest = list_objects(open_store(tmp_path), ListingQuery(labels=True))
+    found = [(manifest.key(i), manifest.label(i)) for i in range(len(manifest))]
+    assert found == _as_torchvision(tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_tree_in_any_listing_order(seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)

@@ -615,6 +615,23 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
     found.dataset.close()
 
 
+def test_read_that_ends_after_close_leaves_the_cache_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gated = Gated(monkeypatch, 0)
+    cache = Cache(tmp_path / "cache", "raw")
+    dataset = ObjectDataset("memory://gated", cache=cache)
+    dataset.prefetch([0])
+    wait_until(lambda: bool(gated.begun), "it is being read")
+    dataset.close()
+    before = set(threading.enumerate())
+    gated.gate.set()
+    wait_until(
+        lambda: not any(one.name.startswith("fastload-read") and one.is_alive() for one in before), "it ended"
+    )
+    assert not dataset.cache._is_open
+
+
 def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> None:
     dataset = gated.dataset
     paused = iter(DataLoader(Subset(dataset, range(100)), 4, collate_fn=len))

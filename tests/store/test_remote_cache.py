@@ -64,8 +64,8 @@ class ForkedJob(Forked):
 
 def do_job(job: bytes, result: str) -> None:
     remote_module._end_with = lambda trainer: None  # its parent is the server of forks
-    with io.TextIOWrapper(io.BytesIO(job)) as sys.stdin, Path(result).open("w") as sys.stdout:
-        remote_module.main()
+    with io.TextIOWrapper(io.BytesIO(job)) as sys.stdin, Path(result).open("w") as answer:
+        remote_module.main(answer)
 
 
 @pytest.fixture
@@ -311,10 +311,10 @@ def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp
 
 def test_process_that_pulls_imports_no_torch_and_has_the_lowest_priority() -> None:
     """Its 2 s of all cores would be the training's."""
-    code = "import os, sys; sys.modules['fastload.cache.remote'].main = lambda: print(os.nice(0))"
+    code = "lambda result: print(os.nice(0), 'torch' in sys.modules, file=result)"
     work = remote_module._WORK.format(path=sys.path)
-    script = f"import fastload.cache.remote; {code}; {work}; print('torch' in sys.modules)"
-    assert run_script(script).split() == ["19", "False"]
+    code = f"sys.modules['fastload.cache.remote'].main = {code}"
+    assert run_script(f"import os, sys, fastload.cache.remote; {code}; {work}").split() == ["19", "False"]
 
 
 def test_read_only_cache_starts_no_process(
@@ -422,8 +422,11 @@ def test_processes_take_modules_from_where_the_script_does(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit(7)")
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "of_script.py").write_text("from fastload import Cache\nclass Own(Cache): pass")
+    (tmp_path / "lib" / "of_script.py").write_text(
+        "import os; from fastload import Cache\nclass Own(Cache): pass\nprint('1'); os.system('echo 2')"
+    )
     monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a path that is no text is none for Python
     kind: Any = importlib.import_module("of_script").Own
     (tmp_path / "packs").mkdir()
     cache = kind(tmp_path / "cache", "raw", remote=tmp_path / "packs", push=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ftplib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,6 +75,18 @@ def test_every_key_by_obstore_is_read_or_refused() -> None:
         assert sorted(listed(store)) == sorted(good)
 
 
+@pytest.mark.parametrize(("lost", "key"), [("/root//a.txt", "//"), ("/root/d//b.txt", "d//")])
+def test_a_key_with_an_empty_segment_ends_a_listing_by_fsspec(lost: str, key: str) -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe({"/root/a.txt": b"x", lost: b"y"})
+    try:
+        with pytest.raises(StoreError, match=f"'{key}' have an empty segment") as caught:
+            listed(open_store("memory://root"))
+    finally:
+        fs.rm_file(lost)
+    assert caught.value.key == key and caught.value.stage == "list"
+
+
 @pytest.mark.parametrize("kind", ["path", "memory"])
 def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("outside")
@@ -94,6 +107,19 @@ def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
                 read(key)
 
 
+def test_a_local_folder_deleted_during_a_listing_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1").touch()
+    monkeypatch.setattr("fastload.store.local._PAGE", 1)
+    pages = open_store(tmp_path).list()
+    first = next(pages)[0].key[0]
+    shutil.rmtree(tmp_path / ("b" if first == "a" else "a"))
+    assert list(pages) == []
+
+
 def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     (tmp_path / "root" / "sub").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -101,12 +127,14 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
     (tmp_path / "root" / "sub" / "loop").symlink_to(tmp_path / "root")
     (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root" / "self").symlink_to("self")
     (tmp_path / "root" / "line\nbreak").write_bytes(b"22")
     os.mkfifo(tmp_path / "root" / "fifo")
     Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
     store = open_store(tmp_path / "root")
     link = len(str(tmp_path / "nowhere"))
-    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link}
+    assert sizes(store) == {"link/linked": 1, "line\nbreak": 2, "latin\udce9": 3, "dangling": link, "self": 4}
+    assert store.folders() == {"sub", "link"}
     assert store.read("latin\udce9") == b"333"
     info = listed(store)["dangling"]
     with pytest.raises(NotFoundError, match="link to a file that is not there"):
@@ -367,6 +395,12 @@ def test_the_stores_refusal_is_its_code_and_message(client: dict[str, Any], s3: 
         ("s3://bucket", {"client": "boto3"}, "only 's3fs'"),
         ("s3://bucket", {"profile": "nobody"}, "no AWS profile 'nobody'"),
         ("s3://bucket", {"client_kwargs": {"config": 1}}, "client='s3fs'"),
+        ("s3://bucket", {"client_kwargs": CANARY}, "client_kwargs must be a dict"),
+        ("s3://bucket", {"client_kwargs": CANARY, "client": "s3fs"}, "client_kwargs must be a dict"),
+        ("s3://bucket", {"client_kwargs": {"verify": "/nope.pem"}}, "'/nope.pem' is no file of certificates"),
+        ("s3://bucket", {"client_kwargs": {"verify": 5}}, "verify=5 is no file of certificates"),
+        ("s3://bucket", {"endpoint_url": 5}, "endpoint_url must be a URL.*type int"),
+        ("gs://bucket", {"endpoint_url": 5}, "endpoint_url must be a URL.*type int"),
         ("gs://bucket", {"token": {"x": 1}}, "'anon' or the path"),
         ("file:///tmp", {"endpoint_url": "http://x"}, "takes none"),
     ],
@@ -773,6 +807,17 @@ def test_a_folder_that_a_file_system_cannot_list_is_an_error_and_not_empty(flaky
     with pytest.raises(AccessDeniedError, match="/r/b") as caught:
         listed(open_store("flaky://r"))
     assert caught.value.stage == "list"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"Auth": ("someuser", CANARY)}, {"passphrase": CANARY}, {"login": f"Account=one;AccountKey={CANARY}"}],
+)
+def test_no_error_shows_a_secret_whatever_the_option(flaky: type[Flaky], options: dict[str, Any]) -> None:
+    flaky.faults = {"/r/b": [PermissionError(f"refused: {options}")]}
+    with pytest.raises(AccessDeniedError, match="refused") as caught:
+        listed(open_store("flaky://r", **options))
+    assert CANARY not in str(caught.value)
 
 
 def test_a_folder_that_is_not_listed_at_once_is_asked_for_again(flaky: type[Flaky]) -> None:

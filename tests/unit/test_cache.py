@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -165,6 +167,21 @@ def test_collected_cache_closes(tmp_path: Path) -> None:
     assert set(access_module._opened) > before
     del cache
     assert set(access_module._opened) == before
+
+
+def test_cache_collected_at_the_end_of_python_says_nothing(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from fastload import Cache
+fsync = os.fsync
+os.fsync = lambda descriptor: fsync(descriptor)  # keeps the names here until modules have lost theirs
+cache = Cache(sys.argv[1], "raw")
+cache.write(cache.key("1"), b"x")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "cache"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_cache_collected_while_another_opens_closes(tmp_path: Path) -> None:

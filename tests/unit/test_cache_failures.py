@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fastload.cache import Cache
+from fastload.cache import Cache, access
 from fastload.cache import directory as directory_module
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
@@ -90,6 +92,24 @@ def test_what_needs_repair_is_not_served_without_room(
     after = open_cache(copy)
     after.lookup(b"x" * 16)
     assert after.flush(30) and all(after.read(key) == payload for key, payload in content.items())
+
+
+def test_a_directory_that_was_locked_is_tried_again(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is while the fsync of the first process to open it takes long."""
+    cache = open_cache()
+    fill(cache, 1)
+    cache.close()
+    monkeypatch.setattr(access, "LOCK_DEADLINE", 0.01)
+    with (Path(cache.path) / "v1" / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.warns(RuntimeWarning, match="another process held its lock"):
+            assert not cache.write(cache.key("early"), b"x")
+    assert not cache.write(cache.key("soon"), b"x"), "it is left alone for a while"
+    later = time.monotonic() + access._AGAIN_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert cache.write(cache.key("later"), b"x")
 
 
 def test_directory_removed_while_running(open_cache: Callable[..., Cache]) -> None:
