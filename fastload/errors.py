@@ -406,7 +406,9 @@ def _explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
         near = difflib.get_close_matches(unknown, names, n=1)
         says = f"did you mean {near[0]!r}" if near else f"it has {', '.join(names)}"
-        if "storage_options" in names:  # without the value, which may be a secret
+        if unknown == "root" and "url" in names:  # torchvision's word
+            says = "it is called 'url' here, which may be a path too"
+        elif "storage_options" in names:  # without the value, which may be a secret
             says += f". An option of the store is written as storage_options={{{unknown!r}: ...}}"
         return f"{name}() has no argument {unknown!r}: {says}"
     by_position = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]

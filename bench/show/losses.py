@@ -98,14 +98,16 @@ def _growing(document: Document) -> Iterator[Loss]:
 def _among(
     rows: list[Document], what: str, key: str, divisor: float, unit: str, place: str, case: str
 ) -> Iterator[Loss]:
-    """Who is better than ours by the figures under `key`, and by rate than the default cache."""
+    """Who is better than ours by the figures under `key`, or only than ours that fills the default cache."""
     ours = ours_of(rows)
     if ours is None or ours[key] is None:
         return
     yield from _better_than(ours, rows, what, key, divisor, unit, place, case)
-    if what == "Rate" and (cached := find(rows, "fastload, default cache")) is not None:
+    cached = find(rows, "fastload, default cache")
+    if cached is not None and cached[key] is not None:
         found = _better_than(cached, rows, what, key, divisor, unit, place, f"{case}, default cache")
-        yield from (loss for loss in found if loss.theirs <= median(ours[key]) / divisor)
+        sign, mine = 1 if what == "Rate" else -1, median(ours[key]) / divisor
+        yield from (loss for loss in found if sign * loss.theirs <= sign * mine)
 
 
 def _better_than(

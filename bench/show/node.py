@@ -234,8 +234,8 @@ def markdown(document: dict[str, Any]) -> str:
         *(f"{NODES} nodes ask the store for, GB/s", "GETs/s", "SSD of a node, GB/s", "SSD of all, TB"),
     )
     intro = (
-        f"The GPUs of a node take {number(wanted)} images/s. Nothing of this was run: it is the arithmetic\n"
-        "of `fastload plan` on the figures of this run (`python -m bench node`)."
+        f"The GPUs of a node take {number(wanted)} images/s. This is the arithmetic of `fastload plan`\n"
+        "on the figures of this run (`python -m bench node`)."
     )
     assumed = [f"* {sentence}" for sentence in (*_first_to_break(document, fitted), *_assumptions(fitted))]
     checked = [f"* {_sentence(named)}" for named in checks(document, fitted).items()]

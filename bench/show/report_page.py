@@ -49,7 +49,7 @@ def markdown(document: Document) -> str:
         parts.append(_section("More objects, larger objects", text))
     with contextlib.suppress(LookupError):  # a short run lacks rows that it takes
         parts.append(
-            _section(f"A node of {node.GPUS} GPUs, and {node.NODES} of them", node.markdown(document))
+            _section(f"{node.NODES} nodes of {node.GPUS} GPUs: calculated, not run", node.markdown(document))
         )
     return "\n\n".join([*parts, _section("Differences, missing contenders, versions", _notes(document))])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench.data import RESULTS, ROOT
@@ -17,12 +18,12 @@ PAGE, PICTURES = f"{DOCS}benchmarks.html", f"{RAW}{RESULTS.relative_to(ROOT)}"
 TORCH = ("torch + boto3", "torch + s3fs", "torchvision ImageFolder")
 # (section, case, contender, what it does)
 ROWS = (
-    ("cold", MAIN, "fastload", "first epoch from S3, one photo per object"),
+    ("cold", MAIN, "fastload", "first epoch from S3, one photo per object, no cache"),
     ("cold", MAIN, "fastload, default cache", "the same, filling the default cache, with the listing"),
-    ("load", f"first epoch{BUSY}", "fastload, default cache", "the same, while one core is kept busy"),
-    ("cold", MAIN, "fastload, tar shards", "first epoch from S3, tar shards"),
+    ("load", f"first epoch{BUSY}", "fastload, default cache", "the same, default cache, one core kept busy"),
+    ("cold", MAIN, "fastload, tar shards", "first epoch from S3, tar shards (torch: photos), no cache"),
     ("later", "raw", "fastload, default cache", "later epochs, from the default cache"),
-    ("later", "decoded", "fastload", "later epochs, pixels (`decoded`)"),
+    ("later", "decoded", "fastload", "later epochs, a cache of pixels (`decoded`)"),
 )
 
 Document = dict[str, Any]
@@ -65,16 +66,22 @@ def _torch(rows: list[Document]) -> Document | None:
 
 def _table(document: Document) -> str:
     """A line for each kind of epoch; the last one is of memory."""
-    lines = [
-        [words, _cell(torch, "rates"), _cell(best, "rates"), f"**{number(median(ours['rates']))}**"]
-        for words, torch, best, ours in _lines(document)
-    ]
+    lines = [[words, *_cells(rows, "rates", max)] for words, *rows in _lines(document)]
     return table(["images/s", "torch", "best other loader", "fastload"], lines + _memory(document))
 
 
-def _cell(row: Document | None, key: str, divisor: float = 1) -> str:
-    """A figure and whose it is."""
-    return "–" if row is None else f"{number(median(row[key]) / divisor)} ({row['contender']})"
+def _cells(
+    rows: Sequence[Document | None], key: str, better: Callable[[Iterable[float]], float], divisor: float = 1
+) -> list[str]:
+    """Figures of torch, of the best other loader and of ours; the best one is bold."""
+    figures = [None if row is None else median(row[key]) for row in rows]
+    best = better(figure for figure in figures if figure is not None)
+    names = [f" ({row['contender']})" if row else "" for row in rows[:-1]]
+    texts = [
+        number(figure / divisor if figure else None) + name
+        for figure, name in zip(figures, [*names, ""], strict=True)
+    ]
+    return [f"**{text}**" if figure == best else text for text, figure in zip(texts, figures, strict=True)]
 
 
 def _memory(document: Document) -> list[list[str]]:
@@ -85,10 +92,8 @@ def _memory(document: Document) -> list[list[str]]:
     if ours is None or not others:
         return []
     least = min(others, key=lambda row: float(row["pss_bytes"]))
-    cells = [_cell(row, "pss_bytes", 1e6) for row in (_torch(rows), least)]
-    return [
-        ["memory in the first epoch, MB (less is better)", *cells, f"**{number(ours['pss_bytes'] / 1e6)}**"]
-    ]
+    cells = _cells([_torch(rows), least, ours], "pss_bytes", min, 1e6)
+    return [["memory in the first epoch, no cache, MB (less is better)", *cells]]
 
 
 def _caption(document: Document) -> str:

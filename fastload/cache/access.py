@@ -9,6 +9,7 @@ environments, and opens its own on first use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -27,6 +28,7 @@ from fastload.store.node import ProcessLocal, speaks
 
 _FLUSH_SECONDS = 60.0
 _AGAIN_SECONDS = 10.0  # that a locked directory is left alone
+_NO_ACCESS = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Access:
@@ -144,10 +146,13 @@ class Access:
         if self._warned:
             return
         self._warned = True
-        text = (
-            f"fastload passes through its cache {self._path}: {error}. See {address('cache-passes-through')}"
+        advice = ""
+        if isinstance(error, OSError) and error.errno in _NO_ACCESS:
+            advice = ". Training reads the store in every epoch: give a directory that you can write to"
+        warn(
+            f"fastload passes through its cache {self._path}: {error}{advice}. "
+            f"See {address('cache-passes-through')}"
         )
-        warn(text)
 
     def _report_full(self, error: BaseException) -> None:
         """Warn once of a disk that is full for now; other failures are still warned of."""

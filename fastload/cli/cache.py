@@ -90,18 +90,18 @@ class InfoReport(Report):
             yield f"{self.path}: {_NO_CACHE}"
         else:
             yield (
-                f"{self.path}: {self.entries:,} entries, {format_size(self.bytes)} in {self.segments:,} "
+                f"{self.path}: {self.entries:,} records, {format_size(self.bytes)} in {self.segments:,} "
                 f"segments, index {format_size(self.index_bytes)}"
             )
         yield from map(str, self.sources)
         if self.entries:
             dct = f"about {self.dct_share:.0%}" if self.dct_share else "none"
-            yield f"  {dct} of the entries are images of mode 'dct'; a dataset finds those of its mode only"
+            yield f"  {dct} of the records are of mode 'dct', which 'auto' reads too, as it reads 'raw'"
         yield f"free on its disk: {format_size(self.disk_free)}"
 
 
 def info(directory: Directory) -> InfoReport:
-    """Show the entries, bytes, sources and free space of a cache. Exit code 1: no cache."""
+    """Show the records, bytes, sources and free space of a cache. Exit code 1: no cache."""
     import fastload
 
     cache = fastload.Cache(directory)
@@ -219,7 +219,7 @@ def clear(
 
     cache = fastload.Cache(directory)
     held = cache.info()
-    question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
+    question = f"Delete {held['entries']:,} records ({format_size(held['bytes'])}) in {directory}?"
     done = yes or not held["entries"] or typer.confirm(printable(question), err=True)
     freed = cache.clear() if done else 0
     return ClearReport(path=directory, bytes_freed=freed, done=done, exists=held["exists"])

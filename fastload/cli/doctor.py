@@ -188,8 +188,9 @@ def check_decoders() -> Check:
 
 
 def _cores() -> Check:
-    usable = usable_cores()
-    words = f"{usable} usable of {os.cpu_count() or 1}; num_workers={usable} is a good start"
+    from fastload.workers.autoscale import ceiling  # not at the top: it imports torch
+
+    words = f"{usable_cores()} usable of {os.cpu_count() or 1}; num_workers={ceiling()} is a good start"
     return Check("cores", "ok", words)
 
 

@@ -222,7 +222,7 @@ class WarmReport(Filled, MeasuredReport):
             )
         of_nodes = "" if self.nodes is None else f" of {len(self.nodes)} nodes"
         yield (
-            f"{self.settings.cache}{of_nodes} holds {self.cache.entries:,} entries, "
+            f"{self.settings.cache}{of_nodes} holds {self.cache.entries:,} records, "
             f"{format_size(self.cache.bytes)}"
         )
         if self.redone:

@@ -113,7 +113,7 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
 
 
 def _consumer(counters: Mapping[str, float]) -> str:
-    text = "the consumer is the bottleneck: the loader waited for it, so a faster loader would change nothing"
+    text = "the training step is the bottleneck: the loader waited for it; a faster one would change nothing"
     watched = counters.get("device.seconds", 0.0)
     if not watched:
         return text
@@ -154,11 +154,11 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
 
 
 def _cores(stage: str, gauges: Mapping[str, float]) -> str:
-    less = "a cheaper collate_fn"
+    less = "a cheaper collate_fn (if it is your own) or smaller samples (uint8, not float)"
     if stage == "decode":
         less = (
-            "a fused transform (fastload.fuse), a cache in mode 'dct' (no pixel changes) or in mode 'shrunk' "
-            "or 'decoded' (lossy)"
+            "a fused transform (fastload.fuse) in place of your own, a cache in mode 'dct' (no pixel "
+            "changes) or in mode 'shrunk' or 'decoded' (lossy)"
         )
     if not gauges:
         return f"more workers (if cores are idle), or {less}, would help"

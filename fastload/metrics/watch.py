@@ -64,8 +64,8 @@ _ROWS = (
     ("collate", "collate", "collate.share"),
     ("idle", "workers wait", "idle.share"),
     ("copy", "copy to the device", ""),
-    ("wait", "the consumer waits", "wait.share"),
-    ("consumer", "the consumer works", "consumer.share"),
+    ("wait", "the training step waits", "wait.share"),
+    ("consumer", "the training step works", "consumer.share"),
 )
 
 

@@ -241,6 +241,7 @@ def epoch_of_two_processes(dataset: ImageFolder, log: Path) -> tuple[str, dict[s
 def test_one_worker_says_that_the_cache_fails(folder: Any, tmp_path: Path) -> None:
     said, _ = epoch_of_two_processes(folder("/proc/cache"), tmp_path / "log")
     assert said.count("passes through its cache /proc/cache") == 1
+    assert "Training reads the store in every epoch: give a directory that you can write to. See" in said
     assert "mode 'auto'" not in said, "nothing will be kept"
 
 

@@ -92,7 +92,7 @@ def test_slow_consumer(num_workers: int) -> None:
         stats = epoch(loader, step=0.1)
         if stats["limit"] == "consumer":
             break
-    assert stats["limit"] == "consumer" and "the consumer is the bottleneck" in stats["verdict"]
+    assert stats["limit"] == "consumer" and "the training step is the bottleneck" in stats["verdict"]
     assert stats["rates"]["consumer.share"] > 0.5
     if num_workers:
         counters = stats["counters"]  # the workers waited with finished batches, which is most of their time
@@ -168,8 +168,14 @@ def test_more_workers_need_idle_cores() -> None:
 def test_advice_for_decoding_names_what_changes_no_pixel_first() -> None:
     counters = {"wait.batches": 9.0, "wait.seconds": 5.0, "decode.seconds": 9.0, "decode.samples": 90}
     words = explain_bottleneck(counters)
+    assert "(fastload.fuse) in place of your own" in words, "it may be fused already"
     assert words.index("fuse") < words.index("'dct'") < words.index("'shrunk'") < words.index("lossy")
     assert "GPU" not in words, "decoding there has not run on a GPU"
+
+
+def test_advice_for_collating_does_not_suppose_a_collate_fn() -> None:
+    counters = {"wait.batches": 9.0, "wait.seconds": 5.0, "collate.seconds": 9.0}
+    assert "a cheaper collate_fn (if it is your own) or smaller samples" in explain_bottleneck(counters)
 
 
 def test_copy_and_device() -> None:

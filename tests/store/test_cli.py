@@ -66,7 +66,8 @@ def test_command_line_starts_without_torch() -> None:
 def test_cache_info(filled: Path) -> None:
     found = answer("cache", "info", filled)
     assert (found["entries"], found["exists"]) == (5, True)
-    assert "5 entries" in command("cache", "info", filled).stdout
+    text = command("cache", "info", filled).stdout
+    assert "5 records" in text and "none of the records are of mode 'dct', which 'auto' reads too" in text
 
 
 def test_cache_info_without_a_cache_creates_nothing(tmp_path: Path) -> None:
@@ -106,6 +107,12 @@ def test_doctor() -> None:
     states = {check["name"]: check["state"] for check in found["checks"]}
     assert states["Python"] == states["torch"] == states["obstore"] == "ok"
     assert all(check["advice"] or check["state"] == "ok" for check in found["checks"])
+
+
+def test_doctor_recommends_as_many_workers_as_auto_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.workers.autoscale.ceiling", lambda: 29)
+    (cores,) = [check for check in run("doctor")[1]["checks"] if check["name"] == "cores"]
+    assert "num_workers=29 " in cores["found"]
 
 
 def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:

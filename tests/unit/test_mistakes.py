@@ -67,6 +67,11 @@ MISTAKES: dict[str, tuple[Call, type[Exception], str]] = {
         TypeError,
         "storage_options={'secret': ...}",
     ),
+    "torchvision's name of the url": (
+        lambda root: ImageFolder(root=root / "photos"),  # type: ignore[call-arg]
+        TypeError,
+        "ImageFolder() has no argument 'root': it is called 'url' here, which may be a path too",
+    ),
     "another loader's name of an argument": (
         lambda root: DataLoader([1], workers=8),  # type: ignore[call-arg, arg-type]
         TypeError,
