@@ -241,9 +241,10 @@ def decoded_bytes(metadata: Any, group: int, leaves: Iterable[int], source: Any,
     Raises:
         DecodeError: the header of a page is damaged.
     """
+    leaves = list(leaves)
     chunks = [metadata.row_group(group).column(leaf) for leaf in leaves]
     pages = [_pages(chunk, source) for chunk in chunks]
-    bounds = [_loose_bound(chunk, found) for chunk, found in zip(chunks, pages, strict=True)]
+    bounds = [_loose_bound(metadata, *one) for one in zip(leaves, chunks, pages, strict=True)]
     for at in range(len(chunks)):
         if sum(bounds) <= enough:
             break
@@ -288,18 +289,27 @@ def _page(source: Any, at: int, stop: int) -> _Page:
     return page
 
 
-def _loose_bound(chunk: Any, pages: list[_Page]) -> int:
-    width = _WIDTHS.get(chunk.physical_type)
-    if width is not None:
-        return _bound(pages, width, 0)
+def _bound(pages: list[_Page], width: int, decoded: int = 0) -> int:
+    """Return the bytes of the pages, or of what they decode to if that is more, and `width` a value."""
+    return max(sum(page.inflated for page in pages), decoded) + _values(pages) * (width + _LEVELS)
+
+
+def _values(pages: list[_Page]) -> int:
+    return sum(page.values for page in pages)
+
+
+def _named(pages: list[_Page]) -> int:
+    return sum(page.named for page in pages)
+
+
+def _loose_bound(metadata: Any, leaf: int, chunk: Any, pages: list[_Page]) -> int:
+    kind = chunk.physical_type
+    if kind in _WIDTHS:
+        return _bound(pages, _WIDTHS[kind])
+    if kind == "FIXED_LEN_BYTE_ARRAY":  # a null takes as much as a value
+        return _bound(pages, _OFFSET, _values(pages) * metadata.schema.column(leaf).length)
     longest = max((page.inflated for page in pages if page.kind == _DICTIONARY), default=0)
-    return _bound(pages, _OFFSET, longest)
-
-
-def _bound(pages: list[_Page], width: int, longest: int) -> int:
-    """Return the bytes of values of `width`, and of those in the dictionary at most `longest` more."""
-    inflated, values = sum(page.inflated for page in pages), sum(page.values for page in pages)
-    return inflated + values * (width + _LEVELS) + sum(page.named for page in pages) * longest
+    return _bound(pages, _OFFSET) + _named(pages) * longest
 
 
 def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> int | None:
@@ -321,7 +331,7 @@ def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> in
     while at + 4 <= len(view):
         length = int.from_bytes(view[at : at + 4], "little")
         longest, at = max(longest, length), at + 4 + length
-    return _bound(pages, _OFFSET, longest)
+    return _bound(pages, _OFFSET) + _named(pages) * longest
 
 
 # ---------------------------------------------------------------- Thrift's compact protocol
