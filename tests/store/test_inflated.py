@@ -179,6 +179,35 @@ def test_values_of_one_width_that_repeat_are_read(kind: pa.DataType, tmp_path: P
     assert len(ParquetDataset(str(tmp_path), "b", filters=[seventh], storage_options=small)) == 10
 
 
+TEXTS: list[tuple[pa.DataType, Callable[[str], Any]]] = [
+    (pa.string(), str),
+    (pa.large_string(), str),
+    (pa.list_(pa.string()), lambda text: [text]),
+    (pa.list_(pa.struct({"c": pa.string()})), lambda text: [{"c": text}]),
+    (pa.struct({"c": pa.int8(), "d": pa.string()}), lambda text: {"c": 1, "d": text}),
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), TEXTS, ids=[str(kind) for kind, _ in TEXTS])
+def test_one_long_text_among_short_ones_is_read(
+    kind: pa.DataType, form: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """The longest text times the rows is 200 MB, and the rows are less than 1 MB."""
+    texts = [f"{at % 1000}" for at in range(20_000)]
+    texts[7] = "x" * 10_000
+    pq.write_table(pa.table({"a": pa.array(map(form, texts), kind)}), tmp_path / "0.parquet")
+    dataset = ParquetDataset(str(tmp_path), storage_options={"max_inflated": LIMIT})
+    assert texts[7] in repr(dataset[7])
+
+
+def test_table_of_many_row_groups_is_read(tmp_path: Path) -> None:
+    """The dictionary's size times the rows is 10 MB in each of ten row groups, and the rows are 1 MB."""
+    texts = [f"{at % 500:020}" for at in range(10_000)]
+    pq.write_table(pa.table({"a": texts}), tmp_path / "t.parquet", row_group_size=1000)
+    table = str(tmp_path / "t.parquet")
+    assert len(TableDataset(table, "a", storage_options={"max_inflated": LIMIT})) == 10_000
+
+
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
 def test_pages_of_every_codec_and_version_are_measured(codec: str, version: str, tmp_path: Path) -> None:
