@@ -296,8 +296,7 @@ def _from_parquet(data: memoryview, url: str, columns: Sequence[str], most: int)
     _check_columns(file.schema_arrow.names, columns, f"table {url!r}")
     leaves, groups = leaf_columns(file.metadata, columns), range(file.metadata.num_row_groups)
     try:
-        source = pa.BufferReader(data)
-        size = sum(decoded_bytes(file.metadata, group, leaves, source, most) for group in groups)
+        size = decoded_bytes(file.metadata, groups, leaves, pa.BufferReader(data), most)
     except DecodeError as error:
         raise ArgumentError(f"table {url!r} is cut or damaged: {error.message}") from None
     if size > most:

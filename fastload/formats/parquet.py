@@ -9,16 +9,20 @@ will ask for, so that they are read side by side.
 `decoded_bytes` says how much memory a row group takes, before it is decoded. The footer's word is not taken
 for it: a page of 100 bytes may inflate to gigabytes, a value of a dictionary may stand in each of a million
 rows, and a run of one value may have any length. So the header of each page is read (Apache Parquet's
-`PageHeader`, in Thrift's compact protocol), and the dictionary where needed. The encoding DELTA_BYTE_ARRAY,
-in which a text shares its beginning with the one before, is taken for what it inflates to: a bound by each
-text's length would refuse sound files.
+`PageHeader`, in Thrift's compact protocol). If they do not prove that there is room, the dictionaries are
+read, and at last which of their values each row names. The encoding DELTA_BYTE_ARRAY, in which a text shares
+its beginning with the one before, is taken for what it inflates to: a bound by each text's length would
+refuse sound files.
 """
 
 from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from fastload.errors import DecodeError
@@ -158,7 +162,7 @@ def read_row_group(
 
     try:
         source = _Pieces(pieces, size)
-        decoded = decoded_bytes(metadata, group, leaf_columns(metadata, columns), source, most)
+        decoded = decoded_bytes(metadata, [group], leaf_columns(metadata, columns), source, most)
         if decoded > most:
             raise DecodeError(too_large(f"row group {group}", decoded, most))
         with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file:
@@ -215,6 +219,7 @@ _BY_DICTIONARY = (2, 8)  # Encoding: PLAIN_DICTIONARY, RLE_DICTIONARY
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _LEVELS = 4  # bytes of definition and repetition levels of a value
 _OFFSET = 8  # bytes of a text's offset
+_HASHED = 200  # bytes that pyarrow takes, at most, for a value while it makes a dictionary
 _FIRST, _MOST_HEADER = 512, 16 << 20  # bytes of a page's header that are read at first, and at most
 _MOST_DEPTH = 16
 
@@ -230,26 +235,46 @@ class _Page(NamedTuple):
     start: int  # of its data, in the file
 
 
-def decoded_bytes(metadata: Any, group: int, leaves: Iterable[int], source: Any, enough: int) -> int:
-    """Return the most bytes that columns of a row group take once they are decoded.
+class _Chunk(NamedTuple):
+    """A column of a row group: its numbers, what the footer says of it, and its pages."""
+
+    group: int
+    leaf: int
+    told: Any
+    pages: list[_Page]
+
+
+def decoded_bytes(
+    metadata: Any, groups: Iterable[int], leaves: Iterable[int], source: Any, enough: int
+) -> int:
+    """Return the most bytes that columns of row groups take once they are decoded.
 
     Args:
         leaves: numbers of the columns, see `leaf_columns`.
         source: the file, of which the columns' bytes are there; read by `seek` and `read`.
-        enough: a bound below this many bytes is not made tighter, at the cost of reading dictionaries.
+        enough: a bound up to this many bytes is not made tighter, which costs reading dictionaries.
 
     Raises:
         DecodeError: the header of a page is damaged.
     """
-    chunks = [metadata.row_group(group).column(leaf) for leaf in leaves]
-    pages = [_pages(chunk, source) for chunk in chunks]
-    bounds = [_loose_bound(chunk, found) for chunk, found in zip(chunks, pages, strict=True)]
-    for at in range(len(chunks)):
-        if sum(bounds) <= enough:
-            break
-        if (tight := _tight_bound(chunks[at], pages[at], source, enough)) is not None:
-            bounds[at] = tight
-    return sum(bounds)
+    leaves, chunks = list(leaves), []
+    for group in groups:
+        for leaf in leaves:
+            told = metadata.row_group(group).column(leaf)
+            chunks.append(_Chunk(group, leaf, told, _pages(told, source)))
+    bounds = [_loose_bound(metadata, chunk) for chunk in chunks]
+    total, texts = sum(bounds), _Texts(metadata, source, enough)
+    for tighter in (texts.bound_by_longest, texts.bound_by_rows):
+        for at, chunk in enumerate(chunks):
+            if total <= enough:
+                return total
+            is_text = chunk.told.physical_type == "BYTE_ARRAY" and _named(chunk.pages)
+            if is_text and (bound := tighter(chunk)) is not None:
+                total += bound - bounds[at]
+                bounds[at] = bound
+        if sum(_bound(chunk.pages, 0) for chunk in chunks) > enough:  # it is too large whatever the rows name
+            return total
+    return total
 
 
 def _pages(chunk: Any, source: Any) -> list[_Page]:
@@ -288,40 +313,113 @@ def _page(source: Any, at: int, stop: int) -> _Page:
     return page
 
 
-def _loose_bound(chunk: Any, pages: list[_Page]) -> int:
-    width = _WIDTHS.get(chunk.physical_type)
-    if width is not None:
-        return _bound(pages, width, 0)
+def _bound(pages: list[_Page], width: int, decoded: int = 0) -> int:
+    """Return the bytes of the pages, or of what they decode to if that is more, and `width` a value."""
+    return max(sum(page.inflated for page in pages), decoded) + _values(pages) * (width + _LEVELS)
+
+
+def _values(pages: list[_Page]) -> int:
+    return sum(page.values for page in pages)
+
+
+def _named(pages: list[_Page]) -> int:
+    return sum(page.named for page in pages)
+
+
+def _loose_bound(metadata: Any, chunk: _Chunk) -> int:
+    kind, pages = chunk.told.physical_type, chunk.pages
+    if kind in _WIDTHS:
+        return _bound(pages, _WIDTHS[kind])
+    if kind == "FIXED_LEN_BYTE_ARRAY":  # a null takes as much as a value
+        return _bound(pages, _OFFSET, _values(pages) * metadata.schema.column(chunk.leaf).length)
     longest = max((page.inflated for page in pages if page.kind == _DICTIONARY), default=0)
-    return _bound(pages, _OFFSET, longest)
+    return _bound(pages, _OFFSET) + _named(pages) * longest
 
 
-def _bound(pages: list[_Page], width: int, longest: int) -> int:
-    """Return the bytes of values of `width`, and of those in the dictionary at most `longest` more."""
-    inflated, values = sum(page.inflated for page in pages), sum(page.values for page in pages)
-    return inflated + values * (width + _LEVELS) + sum(page.named for page in pages) * longest
+class _Texts:
+    """Bounds of columns of texts that dictionaries hold. Each costs more than the one before."""
+
+    def __init__(self, metadata: Any, source: Any, enough: int) -> None:
+        self._metadata = metadata
+        self._source = source
+        self._enough = enough
+
+    def bound_by_longest(self, chunk: _Chunk) -> int | None:
+        """Return the bound by the dictionary's longest value; None if it is too large, or missing."""
+        import pyarrow as pa
+
+        dictionary = next((page for page in chunk.pages if page.kind == _DICTIONARY), None)
+        if dictionary is None or dictionary.inflated > self._enough:
+            return None
+        self._source.seek(dictionary.start)
+        data, compression = self._source.read(dictionary.stored), chunk.told.compression
+        try:
+            if compression != "UNCOMPRESSED":
+                codec = "lz4_raw" if compression == "LZ4" else compression.lower()
+                data = pa.decompress(data, dictionary.inflated, codec=codec)
+        except (pa.ArrowException, OSError, ValueError):  # decoding will say what is wrong with it
+            return None
+        view, at, longest = memoryview(data), 0, 0
+        while at + 4 <= len(view):
+            length = int.from_bytes(view[at : at + 4], "little")
+            longest, at = max(longest, length), at + 4 + length
+        return _bound(chunk.pages, _OFFSET) + _named(chunk.pages) * longest
+
+    def bound_by_rows(self, chunk: _Chunk) -> int | None:
+        """Return the bound by the text that each row names; None where there is no room to find out.
+
+        pyarrow reads a column as a dictionary and numbers of its values, which do not grow with the texts.
+        """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        path, pages = chunk.told.path_in_schema, chunk.pages
+        kept = sum(page.inflated for page in pages if page.kind == _DICTIONARY)
+        distinct = kept // 4 + _values(pages) - _named(pages)  # the length of a text takes 4 bytes
+        if _bound(pages, _OFFSET) + distinct * _HASHED > self._enough:
+            return None
+        try:
+            if chunk.leaf not in self._readable:
+                return None
+            decoded = 0
+            for texts in self._file.read_row_group(chunk.group, [path], use_threads=False).column(0).chunks:
+                while pa.types.is_nested(texts.type):
+                    texts = texts.field(0) if pa.types.is_struct(texts.type) else texts.values
+                lengths = pc.take(pc.binary_length(texts.dictionary), texts.indices)
+                decoded += pc.sum(lengths).as_py() or 0
+            return _bound(pages, _OFFSET, decoded)
+        except (pa.ArrowException, OSError, ValueError, MemoryError, RecursionError):  # as above
+            return None
+
+    @cached_property
+    def _paths(self) -> list[str]:
+        return [self._metadata.schema.column(leaf).path for leaf in range(self._metadata.num_columns)]
+
+    @cached_property
+    def _file(self) -> Any:
+        import pyarrow.parquet as pq
+
+        return pq.ParquetFile(self._source, metadata=self._metadata, read_dictionary=self._paths)
+
+    @cached_property
+    def _readable(self) -> set[int]:
+        """The columns that pyarrow reads as dictionaries, and that no other one is read with."""
+        import pyarrow as pa
+
+        kinds = [kind for field in self._file.schema_arrow for kind in _leaf_types(field.type)]
+        shared = Counter(part for path in self._paths for part in accumulate(path.split("."), "{}.{}".format))
+        leaves = zip(self._paths, kinds, strict=True) if len(kinds) == len(self._paths) else ()
+        return {
+            n for n, (path, kind) in enumerate(leaves) if pa.types.is_dictionary(kind) and shared[path] == 1
+        }
 
 
-def _tight_bound(chunk: Any, pages: list[_Page], source: Any, enough: int) -> int | None:
-    """Return the bound by the dictionary's longest value; None where there is none, or it is too large."""
+def _leaf_types(kind: Any) -> list[Any]:
     import pyarrow as pa
 
-    dictionary = next((page for page in pages if page.kind == _DICTIONARY), None)
-    if dictionary is None or chunk.physical_type != "BYTE_ARRAY" or dictionary.inflated > enough:
-        return None
-    source.seek(dictionary.start)
-    data = source.read(dictionary.stored)
-    try:
-        if chunk.compression != "UNCOMPRESSED":
-            codec = "lz4_raw" if chunk.compression == "LZ4" else chunk.compression.lower()
-            data = pa.decompress(data, dictionary.inflated, codec=codec)
-    except (pa.ArrowException, OSError, ValueError):  # decoding will say what is wrong with it
-        return None
-    view, at, longest = memoryview(data), 0, 0
-    while at + 4 <= len(view):
-        length = int.from_bytes(view[at : at + 4], "little")
-        longest, at = max(longest, length), at + 4 + length
-    return _bound(pages, _OFFSET, longest)
+    if not pa.types.is_nested(kind):
+        return [kind]
+    return [leaf for number in range(kind.num_fields) for leaf in _leaf_types(kind.field(number).type)]
 
 
 # ---------------------------------------------------------------- Thrift's compact protocol

@@ -34,9 +34,9 @@ def zeros_of_tar(path: Path, size: int) -> None:
     path.write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT)) + zeros + gzip.compress(bytes(1024)))
 
 
-def equal_rows(path: Path) -> None:
-    """A dictionary of one value of 4 MB, and 4,000 rows that name it."""
-    values = pa.DictionaryArray.from_arrays(np.zeros(4000, np.int32), pa.array([b"x" * 4 * MB]))
+def equal_rows(path: Path, size: int = 4 * MB) -> None:
+    """A dictionary of one value of `size` bytes, and 4,000 rows that name it."""
+    values = pa.DictionaryArray.from_arrays(np.zeros(4000, np.int32), pa.array([b"x" * size]))
     pq.write_table(pa.table({"a": values}), path, compression="zstd")
 
 
@@ -51,6 +51,8 @@ def write_bombs(folder: Path) -> None:
     (folder / "text.csv.gz").write_bytes(gzip.compress(b"a,b\n1,") + text * 32)
     (folder / "t.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * (MB // 2)) * 28)
     equal_rows(folder / "0.parquet")
+    equal_rows(folder / "texts.parquet", 100 << 10)
+    pq.write_table(pa.table({"a": pa.nulls(1000, pa.binary(MB // 8))}), folder / "nulls.parquet")
     # One row of 2**25 equal numbers.
     lists = pa.ListArray.from_arrays([0, 1 << 25], pa.array(np.zeros(1 << 25, np.int8)))
     pq.write_table(pa.table({"a": lists}), folder / "lists.parquet", compression="zstd")
@@ -68,6 +70,8 @@ BOMBS: dict[str, tuple[Callable[[str, Any], Any], type[Exception]]] = {
     "text.csv.gz": (lambda path, limit: TableDataset(path, "b", **limit), ArgumentError),
     "t.jsonl.gz": (lambda path, limit: TableDataset(path, "a", **limit), ArgumentError),
     "0.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
+    "texts.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
+    "nulls.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
     "lists.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
     "0.parquet as a table": (lambda path, limit: TableDataset(path, "a", **limit), ArgumentError),
 }
@@ -163,6 +167,45 @@ def test_long_texts_that_repeat_are_read(tmp_path: Path) -> None:
     table = pa.table({"a": pa.array([texts[at * 7 % 20_000] for at in range(1_000_000)])})
     pq.write_table(table, tmp_path / "0.parquet", row_group_size=1_000_000)
     assert next(iter(ParquetDataset(str(tmp_path))))["a"] == texts[0]
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.binary(16), pa.decimal128(21, 2)], ids=str)
+def test_values_of_one_width_that_repeat_are_read(kind: pa.DataType, tmp_path: Path) -> None:
+    numbers = np.arange(20_000) % 2000
+    values = [int(at).to_bytes(16, "big") for at in numbers] if kind == pa.binary(16) else numbers
+    table = pa.table({"a": pa.array(values).cast(kind), "b": numbers})
+    pq.write_table(table, tmp_path / "0.parquet")
+    seventh, small = ("a", "in", [table["a"][7].as_py()]), {"max_inflated": 2 * MB}
+    assert len(ParquetDataset(str(tmp_path), "b", filters=[seventh], storage_options=small)) == 10
+
+
+TEXTS: list[tuple[pa.DataType, Callable[[str], Any]]] = [
+    (pa.string(), str),
+    (pa.large_string(), str),
+    (pa.list_(pa.string()), lambda text: [text]),
+    (pa.list_(pa.struct({"c": pa.string()})), lambda text: [{"c": text}]),
+    (pa.struct({"c": pa.int8(), "d": pa.string()}), lambda text: {"c": 1, "d": text}),
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), TEXTS, ids=[str(kind) for kind, _ in TEXTS])
+def test_one_long_text_among_short_ones_is_read(
+    kind: pa.DataType, form: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """The longest text times the rows is 200 MB, and the rows are less than 1 MB."""
+    texts = [f"{at % 1000}" for at in range(20_000)]
+    texts[7] = "x" * 10_000
+    pq.write_table(pa.table({"a": pa.array(map(form, texts), kind)}), tmp_path / "0.parquet")
+    dataset = ParquetDataset(str(tmp_path), storage_options={"max_inflated": LIMIT})
+    assert texts[7] in repr(dataset[7])
+
+
+def test_table_of_many_row_groups_is_read(tmp_path: Path) -> None:
+    """The dictionary's size times the rows is 10 MB in each of ten row groups, and the rows are 1 MB."""
+    texts = [f"{at % 500:020}" for at in range(10_000)]
+    pq.write_table(pa.table({"a": texts}), tmp_path / "t.parquet", row_group_size=1000)
+    table = str(tmp_path / "t.parquet")
+    assert len(TableDataset(table, "a", storage_options={"max_inflated": LIMIT})) == 10_000
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
