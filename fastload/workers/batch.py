@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate, default_convert, graph_settings
+from torch.utils.data import IterableDataset, default_collate, default_convert
 
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.views import (
@@ -47,7 +47,14 @@ from fastload.workers.collate import collates_as_torch, collating, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
-from fastload.workers.streams import StreamOver, StreamReader, TakeNext, dataset_state, resume_fetcher
+from fastload.workers.streams import (
+    StreamOver,
+    StreamReader,
+    TakeNext,
+    dataset_state,
+    resume_fetcher,
+    share_seed,
+)
 
 _FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
@@ -423,8 +430,7 @@ class IterableSource(BatchSource):
         if start.first == 0:
             return
         if start.shared_seed is not None:
-            rng = torch.Generator().manual_seed(start.shared_seed)
-            graph_settings.apply_random_seed(self._setup.dataset, rng)
+            share_seed(self._setup.dataset, start.shared_seed)
         self._fetcher = self._new_fetcher()
 
     def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:

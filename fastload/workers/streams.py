@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch.utils.data import graph_settings
+
 from fastload.datasets.views import SampleStream, StreamDataset
 from fastload.order.samplers import is_stateful
 from fastload.order.state import DatasetState, WorkerState
@@ -108,6 +111,11 @@ def dataset_state(dataset: Any, fetcher: Any) -> DatasetState | None:
         iterator=iterator.state_dict() if iterator is not None and is_stateful(iterator) else None,
         ended=getattr(fetcher, "ended", False),
     )
+
+
+def share_seed(pipe: Any, seed: int) -> None:
+    """Let torch's data pipe draw from a seed that all workers and ranks share, from its next pass on."""
+    graph_settings.apply_random_seed(pipe, torch.Generator().manual_seed(seed))
 
 
 def load_dataset(dataset: Any, saved: WorkerState | None) -> None:

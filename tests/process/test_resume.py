@@ -22,6 +22,7 @@ import pytest
 import simplejpeg
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import DistributedSampler
@@ -890,6 +891,44 @@ def test_iterable_with_persistent_workers() -> None:
         resumed.load_state_dict(state)
         assert seen + list(resumed) == epochs[1], f"saved at {at}"
         assert list(resumed) == epochs[2]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {}), ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 2})],
+    ids=["inline", "workers"],
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_shuffled_data_pipe(before: dict[str, Any], after: dict[str, Any], epoch: int) -> None:
+    def make(options: dict[str, Any]) -> fastload.DataLoader[Any]:
+        pipe = IterableWrapper(list(range(N))).shuffle().sharding_filter()
+        return loader(pipe, shuffle=True, **options)
+
+    torch.manual_seed(7)
+    run = make(before)
+    for _ in range(epoch):
+        list(run)
+    iterator = iter(run)
+    next(iterator)
+    state, generator = through_json(run.state_dict()), torch.get_rng_state()
+    rest, later = list(iterator), list(run)
+    torch.set_rng_state(generator)
+    resumed = make(after)
+    resumed.load_state_dict(state)
+    assert list(resumed) == rest
+    assert torch.equal(torch.get_rng_state(), generator), "the epoch that is resumed draws nothing"
+    assert list(resumed) == later
+
+
+def test_data_pipe_resumed_without_persistent_workers_shuffles_each_epoch() -> None:
+    def make(**options: Any) -> fastload.DataLoader[Any]:
+        return loader(IterableWrapper(list(range(N))).shuffle(), shuffle=True, **options)
+
+    run = make(num_workers=1, persistent_workers=True)
+    list(run)
+    resumed = make()
+    resumed.load_state_dict(run.state_dict())
+    assert list(resumed) != list(resumed)
 
 
 class Remembering(Ids):
