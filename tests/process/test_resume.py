@@ -317,6 +317,30 @@ def test_custom_sampler_that_is_seeded_for_each_epoch_goes_on(sampler: Any, work
     assert seen + list(resumed) == whole
 
 
+class Bulk(Ids):
+    """Reads a batch as a whole: torch's pattern of batch_size=None and a sampler of batches."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(index)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, lambda data: DistributedSampler(data, 2, 1)])
+def test_batches_that_the_dataset_reads_as_a_whole(kind: Any) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        sampler: Any = BatchSampler(kind(Bulk()), 4, drop_last=False)
+        return loader(Bulk(), batch_size=None, sampler=sampler, seed=1)
+
+    run = make()
+    iterator = iter(run)
+    seen = [next(iterator), next(iterator)]
+    state = through_json(run.state_dict())
+    epoch = seen + list(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(resumed) == epoch[2:]
+    assert [run.batch_at(step, 0) for step in range(len(epoch))] == epoch
+
+
 def test_saving_what_was_resumed() -> None:
     """A break after every batch, each in what could be a new process."""
     make = with_order("shuffle")
