@@ -234,7 +234,7 @@ class LoaderIterator(TorchIterator):
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
                 arrival.fingerprint = None  # a step without samples
-                self._count(lane, arrival)
+                self._count(lane, arrival, failed=True)
             raise
         self._give_more(lane, arrival.worker_id)
         self._context.meter.delivered()
@@ -254,8 +254,8 @@ class LoaderIterator(TorchIterator):
             # work may come late, and nobody would make a batch that is waited for.
             self._engine.report(worker_id)
 
-    def _count(self, lane: int, arrival: Arrival) -> None:
-        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+    def _count(self, lane: int, arrival: Arrival, *, failed: bool = False) -> None:
+        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after, failed=failed)
         self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
 

@@ -205,15 +205,20 @@ class Position:
         if worker.fresh and state is not None:
             worker.fresh, worker.state = False, state
 
-    def delivered(self, ticket: int, worker_id: int, state: Any) -> int:
+    def delivered(self, ticket: int, worker_id: int, state: Any, *, failed: bool = False) -> int:
         """Note that a batch reached the user, or the exception that it raised did. Return its step.
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
+
+        Args:
+            failed: it was an exception.
         """
         if self.streams is not None:
             self.streams.delivered(worker_id, state)
         else:
             worker = self.workers[worker_id]
+            if failed and self.unordered and state is None:
+                worker.failed.append(worker.batches)
             worker.batches, worker.fresh = worker.batches + 1, False
             worker.state = worker.state if state is None else state  # None of a batch that was not begun
         if self.unordered:

@@ -55,12 +55,14 @@ class WorkerState:
         ended: its part of an iterable dataset is over.
         fresh: nothing was drawn from the dataset's iterator.
         state: of the dataset, if it has one.
+        failed: of an iterable dataset without a state, the batches in whose place an error was delivered.
     """
 
     batches: int
     ended: bool
     fresh: bool
     state: DatasetState | None
+    failed: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -139,5 +140,12 @@ def resume_fetcher(fetcher: Any, saved: WorkerState | None, batch_size: int) -> 
             fetcher.dataset_iter = iter(fetcher.dataset)
         return
     if state is None:
-        deque(itertools.islice(fetcher.dataset_iter, saved.batches * batch_size), maxlen=0)
+        _pass_over(fetcher.dataset_iter, saved, batch_size)
     fetcher.ended = saved.ended or (state is not None and state.ended)
+
+
+def _pass_over(samples: Iterator[Any], saved: WorkerState, batch_size: int) -> None:
+    """Draw and drop the batches that were delivered. The error of one that failed then is behind us."""
+    for batch in range(saved.batches):
+        with suppress(Exception) if batch in saved.failed else nullcontext():
+            deque(itertools.islice(samples, batch_size), maxlen=0)

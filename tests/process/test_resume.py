@@ -1180,6 +1180,36 @@ def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -
     assert list(resumed) == list(iterator)
 
 
+class Cracked(Plain):
+    """One of its records is bad."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if sample[0] == 12:
+                raise ValueError("record 12")
+            yield sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_that_raised_goes_on_as_it_did(workers: int) -> None:
+    def rest(iterator: Iterator[Any]) -> list[Any]:
+        batches: list[Any] = []
+        while len(batches) < 10:
+            try:
+                batches += [next(iterator, None)]
+            except ValueError:
+                batches += ["error"]
+        return batches
+
+    run = loader(Cracked((17, 14)), num_workers=workers)
+    iterator = iter(run)
+    with pytest.raises(ValueError, match="record 12"):
+        list(iterator)
+    resumed = loader(Cracked((17, 14)), num_workers=workers)
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert rest(iter(resumed)) == rest(iterator)
+
+
 @pytest.mark.parametrize(
     ("saved", "other", "message"),
     [
