@@ -446,6 +446,18 @@ def test_a_batch_that_raised_is_behind_us(workers: int) -> None:
     assert sorted(itertools.chain(*seen, *resumed)) == [*range(10), *range(15, N)]
 
 
+def test_interrupted_just_after_a_batch_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator goes on with the batch after it, as torch's does."""
+    run = loader()
+    bad = run._context.bad
+    monkeypatch.setattr(bad, "extend", at_call(2, bad.extend, KeyboardInterrupt))
+    iterator = iter(run)
+    seen = [next(iterator)]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [*itertools.chain(*seen, *iterator)] == [*range(5), *range(10, N)]
+
+
 def make_photos(root: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (N, 24, 24, 3), np.uint8)
     (root / "class").mkdir()
