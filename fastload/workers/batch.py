@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate, default_convert
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.views import (
@@ -46,7 +47,7 @@ from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.collate import collates_as_torch, collating, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
-from fastload.workers.sample_threads import SampleThreads
+from fastload.workers.sample_threads import GeneratorStates, SampleThreads
 from fastload.workers.streams import (
     StreamOver,
     StreamReader,
@@ -413,10 +414,26 @@ class IterableSource(BatchSource):
         self._setup = setup
         self._counters = BatchCounters(setup.dataset)
         self._collation = Collation(setup.collate_fn, auto_collation=setup.auto_collation)
+        self._generators = GeneratorStates() if setup.other_draws else None
         self._fetcher = self._new_fetcher()
 
     def resume(self, position: WorkerState | None) -> None:
         resume_fetcher(self._fetcher, position, self._setup.batch_size)
+        generators, self._generators = self._generators, None
+        passed_over = position is not None and position.state is None and position.batches
+        if generators is not None and passed_over and generators.changed():
+            self._warn_of_draws()
+
+    def _warn_of_draws(self) -> None:
+        info = get_worker_info()
+        if info is None or info.id == 0:  # one worker says it for all
+            warnings.warn(
+                f"{type(self._setup.dataset).__name__} draws from the process-wide generators, which may "
+                "have stood elsewhere when the saved run began this epoch: if they decide the order, samples "
+                "are lost and others repeated. Let it draw from a generator of its own, seeded for each "
+                "epoch, or give it state_dict() and load_state_dict()",
+                stacklevel=3,
+            )
 
     def _new_fetcher(self) -> Any:
         setup = self._setup

@@ -5,6 +5,7 @@ Later epochs are those of the unbroken run where the script restores torch's gen
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -965,6 +966,44 @@ def test_data_pipe_resumed_without_persistent_workers_shuffles_each_epoch() -> N
     resumed = make()
     resumed.load_state_dict(run.state_dict())
     assert list(resumed) != list(resumed)
+
+
+class Mixed(Plain):
+    """Its order is drawn from Python's generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        random.shuffle(samples)
+        return iter(samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "epoch", "warned"),
+    [
+        (Mixed, 0, 0, True),
+        (Mixed, 2, 1, True),
+        (Mixed, 2, 0, False),
+        (Plain, 0, 1, False),
+        (Plain, 2, 1, False),
+    ],
+)
+def test_iterable_whose_order_no_state_knows(
+    kind: type[Plain], workers: int, epoch: int, warned: bool
+) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(kind((17, 14)), num_workers=workers, persistent_workers=workers > 0)
+
+    run = make()
+    for _ in range(epoch):
+        list(run)
+    iterator = iter(run)
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(run.state_dict())
+    # A warning is an error in these tests, in the workers too.
+    message = "Mixed draws from the process-wide generators"
+    with pytest.raises(UserWarning, match=message) if warned else contextlib.nullcontext():
+        assert list(resumed) == list(iterator)
 
 
 class Remembering(Ids):
