@@ -318,6 +318,7 @@ def _setup(
     loader: Any, context: LoaderContext, base_seed: int, part: tuple[int, int], threads: int
 ) -> WorkerSetup:
     workers, init, limit = kernel_processes(threads) or loader.num_workers, loader.worker_init_fn, None
+    start, resumed = context.position.start, context.position.start.resumed
     if loader.memory_limit is not None:
         limit = MemoryLimit.of(loader.memory_limit, workers, loader.multiprocessing_context)
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
@@ -338,7 +339,9 @@ def _setup(
         kernel_threads=-(-threads // max(1, workers)),
         batch_size=loader.batch_size or 1,
         memory_limit=limit,
-        positions=context.position.start.workers,
+        positions=start.workers,
+        # Persistent workers draw on from epoch to epoch, and this process is the user's.
+        other_draws=resumed is not None and (not workers or (resumed.one_seed and resumed.epoch > 0)),
         timeout=loader.timeout,
     )
 

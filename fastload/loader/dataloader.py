@@ -264,7 +264,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
           own: the state has the generator's state. Samples that were returned are skipped unread.
         * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
           each worker, and iterators over iterable datasets too). For an iterable dataset without them, the
-          samples up to the position are read and dropped.
+          samples up to the position are read and dropped; the state has the seed of torch's data pipes.
         * Any other sampler is iterated over again, and its first batches are dropped. It has to give the same
           order again; otherwise the resumed iteration raises ArgumentError.
         * Between two epochs, and before the first batch: the seeds that the coming epoch draws from torch's

@@ -15,6 +15,8 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+
 from fastload.errors import FastloadError, LimitError, WorkerError, shorten_errors
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import Delivery, LoaderContext, new_device, new_workers
@@ -26,6 +28,7 @@ from fastload.order.position import Position
 from fastload.order.state import WorkerState, reading_state
 from fastload.workers.protocol import EpochStart
 from fastload.workers.reading import name_sample
+from fastload.workers.streams import share_seed
 from fastload.workers.workers import Arrival, Workers
 
 _HANGS = (
@@ -62,6 +65,7 @@ class LoaderIterator(TorchIterator):
             self._position = context.position.begin(loader)
         with start.seeding(loader):
             super().__init__(loader)
+        self._take_shared_seed(None if start.resumed is None else start.resumed.shared_seed)
         self._base_seed = int(self._base_seed) if start.base_seed is None else start.base_seed
         self._encoded = context.decoding is not None  # whether workers send images as they are
         self._device = new_device(loader, context)
@@ -230,7 +234,7 @@ class LoaderIterator(TorchIterator):
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
                 arrival.fingerprint = None  # a step without samples
-                self._count(lane, arrival)
+                self._count(lane, arrival, failed=True)
             raise
         self._give_more(lane, arrival.worker_id)
         self._context.meter.delivered()
@@ -250,8 +254,8 @@ class LoaderIterator(TorchIterator):
             # work may come late, and nobody would make a batch that is waited for.
             self._engine.report(worker_id)
 
-    def _count(self, lane: int, arrival: Arrival) -> None:
-        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after)
+    def _count(self, lane: int, arrival: Arrival, *, failed: bool = False) -> None:
+        step = self._position.delivered(arrival.seq - self._first, lane, arrival.after, failed=failed)
         self._context.delivered(self._position.epoch, step, arrival.fingerprint)
         self._position.next_worker = self._reorder.next_lane()
 
@@ -301,7 +305,11 @@ class LoaderIterator(TorchIterator):
         """Begin an epoch with the workers that there are; called by torch's loader."""
         previous = None if first_iter else self._position
         self._position = self._context.position.begin(loader, previous)
-        super()._reset(loader, first_iter)
+        shared_seed, resumed = self._shared_seed, self._context.position.start.resumed
+        with torch.random.fork_rng(devices=[], enabled=resumed is not None and shared_seed is not None):
+            super()._reset(loader, first_iter)
+        if first_iter:  # the workers have begun with the seed of `__init__`
+            self._take_shared_seed(shared_seed)
         self._take_position(loader)
         self._start_epoch(loader)
         if previous is not None and previous.ran_on:
@@ -309,9 +317,16 @@ class LoaderIterator(TorchIterator):
             while self._reorder.waits_for_lanes():
                 self._receive()
 
+    def _take_shared_seed(self, seed: int | None) -> None:
+        """Let a data pipe draw from this seed, and not from the one that torch has just drawn."""
+        if self._shared_seed is not None and seed is not None:
+            self._shared_seed = seed
+            share_seed(self._dataset, seed)
+
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)
         self._seed = base_seed if loader.seed is None else int(loader.seed)
+        self._position.shared_seed = self._shared_seed
         self._sampler_iter = context.position.started(self._position, base_seed, self._sampler_iter)
         with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
             context.history.begin(self._position)

@@ -86,8 +86,9 @@ class IterationStart:
         # Ranks share the seed of a data pipe, and NCCL sends it from a device only.
         piped = isinstance(loader.dataset, IterDataPipe)
         on_host = contextlib.nullcontext() if piped else samplers.seeding()
-        generators = samplers.generators() if self.drawn else {}
-        with on_host, torch.random.fork_rng(devices=[], enabled=self.drawn):
+        undone = self.drawn and not (piped and self.resumed is None)  # a new epoch of a pipe has a new seed
+        generators = samplers.generators() if undone else {}
+        with on_host, torch.random.fork_rng(devices=[], enabled=undone):
             yield
         samplers.write_generators(generators)
 

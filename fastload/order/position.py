@@ -73,6 +73,7 @@ class Position:
         check: a sum over the indices of the prefix, of a checked order.
         drawn: of a checked order: batches, and the sum over them.
         filter: what is left out; None where samples have no index.
+        shared_seed: of torch's data pipes; None where there are none.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Position:
         self.sampler = samplers.state()
         self.check: int | None = 0
         self.filter: Filter | None = None
+        self.shared_seed: int | None = None
         # A sampler of the user's own may draw in iter(), which comes next.
         drawing = samplers.generators() if samplers.user_defined else None
         made_from: dict[str, Any] = {"generators": drawing, "seeded_late": bool(drawing) and seeded_late}
@@ -203,15 +205,20 @@ class Position:
         if worker.fresh and state is not None:
             worker.fresh, worker.state = False, state
 
-    def delivered(self, ticket: int, worker_id: int, state: Any) -> int:
+    def delivered(self, ticket: int, worker_id: int, state: Any, *, failed: bool = False) -> int:
         """Note that a batch reached the user, or the exception that it raised did. Return its step.
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
+
+        Args:
+            failed: it was an exception.
         """
         if self.streams is not None:
             self.streams.delivered(worker_id, state)
         else:
             worker = self.workers[worker_id]
+            if failed and self.unordered and state is None:
+                worker.failed.append(worker.batches)
             worker.batches, worker.fresh = worker.batches + 1, False
             worker.state = worker.state if state is None else state  # None of a batch that was not begun
         if self.unordered:
@@ -284,6 +291,7 @@ class Position:
         # None: nothing was drawn from them yet.
         state.generators = self.samplers.generators() if order.generators is None else order.generators
         state.next_worker, state.base_seed, state.workers = self.next_worker, self.base_seed, self.workers
+        state.shared_seed = self.shared_seed
         state.streams = None if self.streams is None else self.streams.state()
 
 

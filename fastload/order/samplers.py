@@ -158,9 +158,11 @@ class Samplers:
     def of(cls, loader: Any) -> Samplers:
         """Return the samplers of a loader."""
         outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        # With batch_size=None a sampler of batches lets the dataset read each as a whole.
+        single = loader.batch_sampler is None and not isinstance(outer, BatchSampler)
+        size = None if single else loader.batch_size or getattr(outer, "batch_size", None)
         size = size if type(size) is int and size > 0 else None  # not a list of sizes, or a method
-        return cls(outer, size, loader.batch_sampler is None, loader.seed, loader.generator)
+        return cls(outer, size, single, loader.seed, loader.generator)
 
     def copied(self, dataset: Any, sampler: Any = None) -> Samplers:
         """Return copies that share no state with these; the dataset in them is the same one.

@@ -55,12 +55,14 @@ class WorkerState:
         ended: its part of an iterable dataset is over.
         fresh: nothing was drawn from the dataset's iterator.
         state: of the dataset, if it has one.
+        failed: of an iterable dataset without a state, the batches in whose place an error was delivered.
     """
 
     batches: int
     ended: bool
     fresh: bool
     state: DatasetState | None
+    failed: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -211,6 +213,7 @@ class State:
         batches, ahead, sampler, check, origin, generators: as in `Position` and `EpochOrder`.
         coming: before the first index is drawn, what will be.
         base_seed: of the workers. `one_seed`: the run has drawn one for all its epochs.
+        shared_seed: of torch's data pipes; None where there are none, or the epoch has not begun.
         next_worker, workers, streams: who reads what. `workers` is None where datasets keep no state.
         samples: which samples these are.
         history: the orders of the epochs so far.
@@ -243,6 +246,7 @@ class State:
     coming: Coming | None = None
     base_seed: int | None = None
     one_seed: bool = False
+    shared_seed: int | None = None
     next_worker: int = 0
     workers: list[WorkerState] | None = None
     streams: StreamState | None = None
@@ -254,7 +258,8 @@ class State:
         return next((int(replicas) for replicas in reversed(known) if replicas is not None), None)
 
 
-_NAMES = {one.name for one in fields(State)} - {"streams"}  # which is there where an epoch is read as streams
+_RARE = ("streams", "shared_seed")  # entries of an epoch that is read as streams, and of a data pipe's
+_NAMES = {one.name for one in fields(State)} - set(_RARE)
 # Entries that no other loader's state has.
 _ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
 
@@ -286,8 +291,9 @@ def reading_state(path: str = "the state", advice: str = OWN_LOADER) -> Iterator
 def plain_state(state: State) -> dict[str, Any]:
     """Return a state as `parse_state` reads it."""
     entries: dict[str, Any] = plain(state, whole=True)
-    if state.streams is None:
-        del entries["streams"]
+    for name in _RARE:
+        if entries[name] is None:
+            del entries[name]
     return entries
 
 
@@ -325,7 +331,7 @@ def _check_seeds(state: State) -> None:
     if state.begun and state.base_seed is None:
         raise ValueError("no seed of an epoch that has begun")
     coming = None if state.coming is None else state.coming.base_seed
-    for seed in (state.base_seed, coming):
+    for seed in (state.base_seed, state.shared_seed, coming):
         if seed is not None and not 0 <= seed < 1 << 63:
             raise ValueError(f"the seed {seed!r}")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, default_collate, default_convert, graph_settings
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from fastload.datasets.sample_fields import ordinary_memory
 from fastload.datasets.views import (
@@ -46,8 +47,15 @@ from fastload.order.state import DatasetState, WorkerState
 from fastload.workers.collate import collates_as_torch, collating, tell_mismatch
 from fastload.workers.protocol import EpochStart, Fingerprint, WorkerSetup
 from fastload.workers.reading import ErrorPolicy, ReadAhead, SampleReader
-from fastload.workers.sample_threads import SampleThreads
-from fastload.workers.streams import StreamOver, StreamReader, TakeNext, dataset_state, resume_fetcher
+from fastload.workers.sample_threads import GeneratorStates, SampleThreads
+from fastload.workers.streams import (
+    StreamOver,
+    StreamReader,
+    TakeNext,
+    dataset_state,
+    resume_fetcher,
+    share_seed,
+)
 
 _FILLERS = 2  # threads: one for the batch that is due, and one for the next
 
@@ -406,10 +414,26 @@ class IterableSource(BatchSource):
         self._setup = setup
         self._counters = BatchCounters(setup.dataset)
         self._collation = Collation(setup.collate_fn, auto_collation=setup.auto_collation)
+        self._generators = GeneratorStates() if setup.other_draws else None
         self._fetcher = self._new_fetcher()
 
     def resume(self, position: WorkerState | None) -> None:
         resume_fetcher(self._fetcher, position, self._setup.batch_size)
+        generators, self._generators = self._generators, None
+        passed_over = position is not None and position.state is None and position.batches
+        if generators is not None and passed_over and generators.changed():
+            self._warn_of_draws()
+
+    def _warn_of_draws(self) -> None:
+        info = get_worker_info()
+        if info is None or info.id == 0:  # one worker says it for all
+            warnings.warn(
+                f"{type(self._setup.dataset).__name__} draws from the process-wide generators, which may "
+                "have stood elsewhere when the saved run began this epoch: if they decide the order, samples "
+                "are lost and others repeated. Let it draw from a generator of its own, seeded for each "
+                "epoch, or give it state_dict() and load_state_dict()",
+                stacklevel=3,
+            )
 
     def _new_fetcher(self) -> Any:
         setup = self._setup
@@ -423,8 +447,7 @@ class IterableSource(BatchSource):
         if start.first == 0:
             return
         if start.shared_seed is not None:
-            rng = torch.Generator().manual_seed(start.shared_seed)
-            graph_settings.apply_random_seed(self._setup.dataset, rng)
+            share_seed(self._setup.dataset, start.shared_seed)
         self._fetcher = self._new_fetcher()
 
     def make_batch(self, index: Any, *, encoded: bool, begun: BegunBatch | None = None) -> Any:

@@ -57,6 +57,7 @@ class WorkerSetup:
     batch_size: int
     memory_limit: MemoryLimit | None
     positions: list[WorkerState] | None  # where each worker resumes the dataset
+    other_draws: bool  # the process-wide generators may have stood elsewhere when the resumed epoch began
     timeout: float  # seconds that the consumer waits for a batch; 0: for ever
 
 

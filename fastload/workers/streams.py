@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import graph_settings
 
 from fastload.datasets.views import SampleStream, StreamDataset
 from fastload.order.samplers import is_stateful
@@ -110,6 +114,11 @@ def dataset_state(dataset: Any, fetcher: Any) -> DatasetState | None:
     )
 
 
+def share_seed(pipe: Any, seed: int) -> None:
+    """Let torch's data pipe draw from a seed that all workers and ranks share, from its next pass on."""
+    graph_settings.apply_random_seed(pipe, torch.Generator().manual_seed(seed))
+
+
 def load_dataset(dataset: Any, saved: WorkerState | None) -> None:
     """Load the dataset's own state, before an iterator over it is made: the first step of resuming."""
     if saved is not None and saved.state is not None and saved.state.dataset is not None:
@@ -131,5 +140,12 @@ def resume_fetcher(fetcher: Any, saved: WorkerState | None, batch_size: int) -> 
             fetcher.dataset_iter = iter(fetcher.dataset)
         return
     if state is None:
-        deque(itertools.islice(fetcher.dataset_iter, saved.batches * batch_size), maxlen=0)
+        _pass_over(fetcher.dataset_iter, saved, batch_size)
     fetcher.ended = saved.ended or (state is not None and state.ended)
+
+
+def _pass_over(samples: Iterator[Any], saved: WorkerState, batch_size: int) -> None:
+    """Draw and drop the batches that were delivered. The error of one that failed then is behind us."""
+    for batch in range(saved.batches):
+        with suppress(Exception) if batch in saved.failed else nullcontext():
+            deque(itertools.islice(samples, batch_size), maxlen=0)

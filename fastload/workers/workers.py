@@ -224,14 +224,14 @@ class ThisProcess(Workers):
             arrival = self._make(work)
             if arrival.exhausted or (self._last_known and len(self._work) == 1):
                 self._source.flush_cache()
+            counters, bad = self._source.drain()
+            self._counters.merge(counters)
+            self._bad.extend(bad)
         except BaseException:  # Ctrl-C: as torch's, the iterator goes on with the batch after it
             self._forget()
             self._lost.append(work.seq)
             raise
         self._forget()
-        counters, bad = self._source.drain()
-        self._counters.merge(counters)
-        self._bad.extend(bad)
         return [arrival]
 
     def _announce(self) -> None:

@@ -5,6 +5,7 @@ Later epochs are those of the unbroken run where the script restores torch's gen
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -22,6 +23,7 @@ import pytest
 import simplejpeg
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import DistributedSampler
@@ -316,6 +318,30 @@ def test_custom_sampler_that_is_seeded_for_each_epoch_goes_on(sampler: Any, work
     assert seen + list(resumed) == whole
 
 
+class Bulk(Ids):
+    """Reads a batch as a whole: torch's pattern of batch_size=None and a sampler of batches."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(index)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, lambda data: DistributedSampler(data, 2, 1)])
+def test_batches_that_the_dataset_reads_as_a_whole(kind: Any) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        sampler: Any = BatchSampler(kind(Bulk()), 4, drop_last=False)
+        return loader(Bulk(), batch_size=None, sampler=sampler, seed=1)
+
+    run = make()
+    iterator = iter(run)
+    seen = [next(iterator), next(iterator)]
+    state = through_json(run.state_dict())
+    epoch = seen + list(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(resumed) == epoch[2:]
+    assert [run.batch_at(step, 0) for step in range(len(epoch))] == epoch
+
+
 def test_saving_what_was_resumed() -> None:
     """A break after every batch, each in what could be a new process."""
     make = with_order("shuffle")
@@ -419,6 +445,18 @@ def test_a_batch_that_raised_is_behind_us(workers: int) -> None:
     resumed = loader(Bad())
     resumed.load_state_dict(through_json(run.state_dict()))
     assert sorted(itertools.chain(*seen, *resumed)) == [*range(10), *range(15, N)]
+
+
+def test_interrupted_just_after_a_batch_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator goes on with the batch after it, as torch's does."""
+    run = loader()
+    bad = run._context.bad
+    monkeypatch.setattr(bad, "extend", at_call(2, bad.extend, KeyboardInterrupt))
+    iterator = iter(run)
+    seen = [next(iterator)]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [*itertools.chain(*seen, *iterator)] == [*range(5), *range(10, N)]
 
 
 def make_photos(root: Path) -> None:
@@ -892,6 +930,82 @@ def test_iterable_with_persistent_workers() -> None:
         assert list(resumed) == epochs[2]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({}, {}), ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 2})],
+    ids=["inline", "workers"],
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_shuffled_data_pipe(before: dict[str, Any], after: dict[str, Any], epoch: int) -> None:
+    def make(options: dict[str, Any]) -> fastload.DataLoader[Any]:
+        pipe = IterableWrapper(list(range(N))).shuffle().sharding_filter()
+        return loader(pipe, shuffle=True, **options)
+
+    torch.manual_seed(7)
+    run = make(before)
+    for _ in range(epoch):
+        list(run)
+    iterator = iter(run)
+    next(iterator)
+    state, generator = through_json(run.state_dict()), torch.get_rng_state()
+    rest, later = list(iterator), list(run)
+    torch.set_rng_state(generator)
+    resumed = make(after)
+    resumed.load_state_dict(state)
+    assert list(resumed) == rest
+    assert torch.equal(torch.get_rng_state(), generator), "the epoch that is resumed draws nothing"
+    assert list(resumed) == later
+
+
+def test_data_pipe_resumed_without_persistent_workers_shuffles_each_epoch() -> None:
+    def make(**options: Any) -> fastload.DataLoader[Any]:
+        return loader(IterableWrapper(list(range(N))).shuffle(), shuffle=True, **options)
+
+    run = make(num_workers=1, persistent_workers=True)
+    list(run)
+    resumed = make()
+    resumed.load_state_dict(run.state_dict())
+    assert list(resumed) != list(resumed)
+
+
+class Mixed(Plain):
+    """Its order is drawn from Python's generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        random.shuffle(samples)
+        return iter(samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "epoch", "warned"),
+    [
+        (Mixed, 0, 0, True),
+        (Mixed, 2, 1, True),
+        (Mixed, 2, 0, False),
+        (Plain, 0, 1, False),
+        (Plain, 2, 1, False),
+    ],
+)
+def test_iterable_whose_order_no_state_knows(
+    kind: type[Plain], workers: int, epoch: int, warned: bool
+) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(kind((17, 14)), num_workers=workers, persistent_workers=workers > 0)
+
+    run = make()
+    for _ in range(epoch):
+        list(run)
+    iterator = iter(run)
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(run.state_dict())
+    # A warning is an error in these tests, in the workers too.
+    message = "Mixed draws from the process-wide generators"
+    with pytest.raises(UserWarning, match=message) if warned else contextlib.nullcontext():
+        assert list(resumed) == list(iterator)
+
+
 class Remembering(Ids):
     """Map-style, with a state that every sample changes."""
 
@@ -1115,6 +1229,36 @@ def test_a_resume_that_fails_while_it_passes_over_samples_can_be_tried_again() -
     with pytest.raises(OSError, match="away"):
         iter(resumed)
     assert list(resumed) == list(iterator)
+
+
+class Cracked(Plain):
+    """One of its records is bad."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if sample[0] == 12:
+                raise ValueError("record 12")
+            yield sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iterable_that_raised_goes_on_as_it_did(workers: int) -> None:
+    def rest(iterator: Iterator[Any]) -> list[Any]:
+        batches: list[Any] = []
+        while len(batches) < 10:
+            try:
+                batches += [next(iterator, None)]
+            except ValueError:
+                batches += ["error"]
+        return batches
+
+    run = loader(Cracked((17, 14)), num_workers=workers)
+    iterator = iter(run)
+    with pytest.raises(ValueError, match="record 12"):
+        list(iterator)
+    resumed = loader(Cracked((17, 14)), num_workers=workers)
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert rest(iter(resumed)) == rest(iterator)
 
 
 @pytest.mark.parametrize(
