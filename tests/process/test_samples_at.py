@@ -287,6 +287,12 @@ def test_what_cannot_be_known_is_said(folder: Any) -> None:
     assert DataLoader(folder(), 8).samples_at(0)[0].crop is None
 
 
+@pytest.mark.parametrize("sampler", [[3, 1, 2], (3, 1, 2), range(3), np.arange(3), torch.arange(3)])
+def test_the_first_epoch_of_indices_that_are_given_is_known(sampler: Any) -> None:
+    loader: Any = DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    assert [sample.index for sample in loader.samples_at(1)] == [sampler[2]]
+
+
 def test_a_state_stays_small_over_many_epochs() -> None:
     sampler = DistributedSampler(range(8), 1, 0)
     loader = DataLoader(TensorDataset(torch.arange(8)), 4, sampler=sampler)
