@@ -226,6 +226,12 @@ def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
             assert told(asked.batch_at(step, epoch)) == batch, (epoch, step)
 
 
+def test_single_samples_of_a_mixture_are_made_again() -> None:
+    mixture = Mixture([range(9), range(20, 29)], [1, 1])  # type: ignore[list-item]
+    loader: Any = DataLoader(mixture, batch_size=None, shuffle=True, seed=1)
+    assert list(loader) == [loader.batch_at(step, 0) for step in range(18)]
+
+
 def test_a_mixture_resumed_with_other_weights_says_how_many_steps_it_has(folder: Any) -> None:
     def make(part: float) -> Any:
         mixture = Mixture({"a": folder(), "b": folder()}, {"a": part, "b": 1}, num_samples=60)
