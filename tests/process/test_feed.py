@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import fastload.gpu.transfer
 import fastload.loader.dataloader
@@ -177,6 +178,45 @@ def test_handed_over_batch_is_kept_for_the_consumers_stream(fake: FakeCuda, work
         wait = max(i for i, (what, _) in enumerate(fake.log) if what == "wait")
         kept = {address for what, address in fake.log[wait:] if what == "keep"}
         assert kept == {batch["a"].data_ptr(), batch["b"][0].data_ptr()}
+
+
+class Recording(TorchFunctionMode):
+    """Notes the tensors whose stream is recorded. CUDA has `record_stream` for dense ones only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.record_stream:
+            return self.noted.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Side(torch.Stream):
+    def wait_stream(self, stream: object) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: torch.ones(2), 1),
+        (lambda: torch.eye(2).to_sparse(), 2),
+        (lambda: torch.eye(2).to_sparse_csr(), 3),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), 1),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), 2),
+    ],
+    ids=["dense", "sparse", "csr", "nested", "jagged"],
+)
+def test_tensor_that_is_on_the_device_is_kept_by_its_dense_parts(make: Any, parts: int) -> None:
+    there: Any = SimpleNamespace(_device=torch.device("cpu"), _side=Side(device="cpu"), _consumer=None)
+    leaf = make()
+    with Recording() as recording:
+        assert Cuda.copy(there, leaf) is leaf
+    assert len(recording.noted) == len(list(tree_leaves(leaf))) == parts
+    assert all(part.layout is torch.strided and not part.is_nested for part in recording.noted)
 
 
 @dataclass(slots=True)
