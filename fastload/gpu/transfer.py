@@ -266,7 +266,9 @@ class DevicePrefetcher:
 
     @functools.cached_property
     def _device(self) -> Device:
-        return Cuda(self._wanted) if self.copies and self._wanted is not None else Device()
+        if not self.copies or self._wanted is None:
+            return Device()
+        return Cuda(self._wanted if self._decoding is None else self._decoding.device)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Register a slot's memory with the device. Call the result, which undoes it, before unmapping."""

@@ -20,9 +20,10 @@ import fastload.gpu.transfer
 import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
+from fastload.gpu.decoding import Decoding
 from fastload.gpu.transfer import Cuda, Device, DevicePrefetcher
 from fastload.gpu.tree import tree_leaves
-from fastload.metrics.counters import Counters
+from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda, FakeEvent
@@ -287,6 +288,19 @@ def test_epochs_and_loaders_share_one_side_stream(monkeypatch: pytest.MonkeyPatc
     for index in (6, 7, 6, 6):
         Cuda(torch.device("cuda", index))
     assert made == [torch.device("cuda", 6), torch.device("cuda", 7)]
+
+
+def test_decoder_stays_on_the_device_of_the_copies(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder lives as long as the loader. In a later epoch another device may be the current one."""
+    bad = BadSamples()
+    decoding = Decoding("torch", torch.device("cuda"), on_error="raise", counters=Counters(), bad=bad)
+    for current in (6, 7):
+        made = SimpleNamespace(device=torch.device("cuda", current))
+        monkeypatch.setattr(torch, "empty", lambda *shape, made=made, **options: made)
+        feed = DevicePrefetcher(torch.device("cuda"), None, Counters(), decoding)
+        feed.mark_wait()
+        feed.close()
+    assert fake.opened == [torch.device("cuda:6")] * 2 == [decoding.device] * 2
 
 
 def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
