@@ -122,7 +122,7 @@ class FakeCuda:
             return Cuda.copy(self, leaf)  # type: ignore[arg-type]
 
     def _to(self, leaf: torch.Tensor) -> torch.Tensor:
-        if leaf.layout is not torch.strided:
+        if leaf.layout is not torch.strided or leaf.is_nested:
             return leaf.clone()
         target = torch.empty_like(leaf)
         raw = target.untyped_storage()
@@ -225,9 +225,13 @@ class _Calls(TorchFunctionMode):
             return self._fake._to(args[0])
         if func is torch.Tensor.is_pinned:
             return self._fake._region(args[0].data_ptr()) is not None
-        if func is torch.Tensor.pin_memory:  # it keeps the strides, and writes no element twice
+        if (
+            func is torch.Tensor.pin_memory and not args[0].is_nested
+        ):  # it keeps the strides, and writes no element twice
             pinned = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
             return pinned.copy_(args[0])
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
         return func(*args, **(kwargs or {}))
 
 

@@ -124,6 +124,7 @@ def test_every_kind_of_dataset(target: Target, workers: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's, where it unpickles one
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nested_batches(target: Target, workers: int) -> None:
     def collate(samples: list[torch.Tensor]) -> Any:
@@ -137,6 +138,7 @@ def test_nested_batches(target: Target, workers: int) -> None:
             "empty": torch.empty(0, 3),
             "channels_last": batch.view(2, 10, 50, 50).contiguous(memory_format=torch.channels_last),
             "sparse": torch.eye(3).to_sparse(),
+            "ragged": torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]),
         }
 
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "collate_fn": collate}
@@ -153,6 +155,7 @@ def test_nested_batches(target: Target, workers: int) -> None:
         assert batch["empty"].shape == (0, 3)
         assert batch["channels_last"].is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(batch["sparse"].to_dense().cpu(), torch.eye(3))
+        assert [row.tolist() for row in batch["ragged"].unbind()] == [[1, 1, 1], [1, 1]]
         moved = [batch["pair"].x, batch["item"].data, batch["packed"].data, batch["moved"].data]
         assert all(is_on(tensor, target) for tensor in moved)
 

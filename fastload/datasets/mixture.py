@@ -237,10 +237,14 @@ def sources_of(dataset: Any) -> dict[str, Any]:
     return {"": dataset}
 
 
+class ChosenIndices(list[Any]):
+    """Indices that the sampler of a mixture has given: its weights were used."""
+
+
 def check_weights(dataset: Any, sampler: Any) -> None:
     """Raise `ArgumentError` where the weights of a mixture would not be used."""
     if isinstance(dataset, Mixture):
-        if sampler is not None and not isinstance(sampler, MixtureSampler):
+        if sampler is not None and not isinstance(sampler, MixtureSampler | ChosenIndices):
             raise ArgumentError(
                 f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
                 "pass a fastload.MixtureSampler"

@@ -12,6 +12,7 @@ process cannot survive one that ends it by a signal, as nvImageCodec did.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +85,17 @@ class Decoding:
         counters: Counters,
         bad: BadSamples,
     ) -> None:
-        self._device = device or torch.device("cpu")
+        self._wanted = device or torch.device("cpu")
         self._options = decoder if isinstance(decoder, Dali) else Dali()
         self._name = "dali" if isinstance(decoder, Dali) else decoder
         self._on_error = on_error
         self._counters, self._bad = counters, bad
         self._decoder: ImageDecoder | None = None
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """The device of the pixels, with an index. It stays if another one becomes current later."""
+        return torch.empty(0, device=self._wanted).device
 
     def begin(self, batch: Any) -> Any:
         """Begin to decode the `EncodedImages` in a batch; pass the result to `finish`."""
@@ -133,9 +139,8 @@ class Decoding:
 
     def _new(self) -> ImageDecoder:
         try:
-            device = torch.empty(0, device=self._device).device  # "cuda" with its index
             if self._name == "torch":
-                return TorchDctDecoder(device, self._on_error, self._counters, self._bad)
-            return DaliDecoder(device, self._on_error, self._counters, self._bad, self._options)
+                return TorchDctDecoder(self.device, self._on_error, self._counters, self._bad)
+            return DaliDecoder(self.device, self._on_error, self._counters, self._bad, self._options)
         except (ImportError, OSError, RuntimeError) as error:
             raise FastloadError(f"decoder={self._name!r} cannot start: {error}", stage="decode") from error

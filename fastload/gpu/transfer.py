@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fastload.errors import ArgumentError
-from fastload.gpu.tree import tree_leaves, tree_map
+from fastload.gpu.tree import parts_of, tree_leaves, tree_map
 from fastload.metrics.counters import Counters, stage
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ class Cuda(Device):
                 return leaf.to(self._device)
         if leaf.device == self._device:  # made by the consumer's stream, where there are no workers
             self._side.wait_stream(self._consumer)
-            leaf.record_stream(self._side)
+            for part in parts_of(leaf):
+                part.record_stream(self._side)
             return leaf
         on_host = leaf.device.type == "cpu" and leaf.layout is torch.strided
         if on_host and not leaf.is_pinned() and not _is_expanded(leaf):
@@ -168,7 +169,8 @@ class Cuda(Device):
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether one element stands for many: torch refuses to pin, as it would write it many times."""
-    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    (part,) = parts_of(tensor)
+    return any(n > 1 and step == 0 for n, step in zip(part.shape, part.stride(), strict=True))
 
 
 def resolve_device(device: Any) -> torch.device | None:
@@ -264,7 +266,9 @@ class DevicePrefetcher:
 
     @functools.cached_property
     def _device(self) -> Device:
-        return Cuda(self._wanted) if self.copies and self._wanted is not None else Device()
+        if not self.copies or self._wanted is None:
+            return Device()
+        return Cuda(self._wanted if self._decoding is None else self._decoding.device)
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Register a slot's memory with the device. Call the result, which undoes it, before unmapping."""

@@ -27,7 +27,7 @@ def tree_map(batch: Any, move: Callable[[Any], Any], of: type[Any] | None = None
 
 
 def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """Return all strided tensors of a batch, with those in objects that have `to` and in sparse tensors."""
+    """Return all dense tensors of a batch, with those in objects that have `to`, and the parts of others."""
     return _leaves(batch, set())
 
 
@@ -108,7 +108,7 @@ def _leaves(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        yield from _parts(value)
+        yield from parts_of(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _leaves(item, seen)
@@ -129,9 +129,10 @@ def _attributes(value: Any) -> list[Any]:
     return [*getattr(value, "__dict__", {}).values(), *held]
 
 
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the dense tensors that a sparse or nested one is made of; of a dense one itself."""
     if tensor.layout is torch.strided:
-        return (tensor,)
+        return (tensor.values(),) if tensor.is_nested else (tensor,)
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout is torch.jagged:

@@ -7,6 +7,7 @@ pixels agree within the tolerance that the tests state. The first decode without
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
@@ -140,6 +141,15 @@ def set_threads(count: int) -> int:
 def threads() -> int:
     """Return how many threads share the rows of a batch."""
     return _threads
+
+
+def _forked() -> None:
+    global _threads
+    _threads = 0  # they are not in the child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def record_writer() -> Callable[[Source, int, int], bytes] | None:

@@ -13,6 +13,7 @@ from fastload.checks import check_one_of, refuse_class, whole_seed
 from fastload.datasets.views import check_dataset
 from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address, user_level
+from fastload.order.sampler import known_length
 
 
 def check_arguments(
@@ -30,6 +31,11 @@ def check_arguments(
     if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
         raise ArgumentError(
             f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
+        )
+    if on_error == "replace" and known_length(dataset) is None and view_of(dataset).streams() is None:
+        raise ArgumentError(
+            f"on_error='replace' takes other samples of the dataset, and {type(dataset).__name__} has no "
+            "length: give it a __len__, or use 'repeat'"
         )
     if isinstance(batch_size, str):
         raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")

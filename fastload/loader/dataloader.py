@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.datasets.mixture import check_weights, new_sampler
+from fastload.datasets.mixture import ChosenIndices, check_weights, new_sampler
 from fastload.datasets.wrappers import view_of
 from fastload.distributed.frameworks import ASKED_BY_PREPARE, is_prepared, warn_of_ray
 from fastload.errors import shorten_errors
@@ -381,7 +381,7 @@ class DataLoader(Inspection, torch.utils.data.DataLoader[T_co]):
         return DataLoader(
             self.dataset,
             batch_size=None if alone else 1,
-            sampler=[index] if alone else None,
+            sampler=ChosenIndices([index]) if alone else None,
             batch_sampler=None if alone else [list(index)],
             collate_fn=self.collate_fn,
             pin_memory=self.pin_memory,

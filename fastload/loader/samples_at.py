@@ -351,7 +351,8 @@ class Inspection:
 
         Raises:
             ArgumentError: a step was delivered already, or the epoch has no such step; or the samples have
-                no index, as those of an iterable dataset, and of shards that are read as streams.
+                no index, as those of an iterable dataset, and of shards that are read as streams; or the
+                dataset has no length.
         """
         loader: Any = self
         place = self._place_to_change("skip")
@@ -403,7 +404,8 @@ class Inspection:
 
         Raises:
             ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
-                have no index, as those of an iterable dataset, and of shards that are read as streams.
+                have no index, as those of an iterable dataset, and of shards that are read as streams; or
+                the dataset has no length.
         """
         place = self._place_to_change("exclude")
         named = [sample.index if isinstance(sample, SampleAt) else sample for sample in _as_list(samples)]
@@ -416,7 +418,7 @@ class Inspection:
         """Return the place from which on samples are left out.
 
         Raises:
-            ArgumentError: samples have no index, or a dataset's state would be changed.
+            ArgumentError: samples have no index, the dataset has no length, or its state would be changed.
         """
         loader: Any = self
         dataset, position = loader.dataset, self._context.position
@@ -427,6 +429,11 @@ class Inspection:
             )
         if position.reads_streams(loader):
             raise ArgumentError(f"{what} {NEEDS_INDEX}")
+        if known_length(dataset) is None:
+            raise ArgumentError(
+                f"{what} puts other samples in the place of those that are left out, and "
+                f"{type(dataset).__name__} has no length: give it a __len__"
+            )
         place = position.place(loader)
         if place.sampler is not None and loader.num_workers and is_stateful(dataset):
             raise ArgumentError(

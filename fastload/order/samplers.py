@@ -38,7 +38,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose clas
 _BY_POSITION = (BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
 _BY_EPOCH = (
     *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__),
-    *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__),
+    *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__, range.__iter__),
+    *(np.ndarray.__iter__, torch.Tensor.__iter__),
 )
 
 

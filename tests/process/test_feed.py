@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import fastload.gpu.transfer
 import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
+from fastload.gpu.decoding import Decoding
 from fastload.gpu.transfer import Cuda, Device, DevicePrefetcher
 from fastload.gpu.tree import tree_leaves
-from fastload.metrics.counters import Counters
+from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers import slots as memory
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda, FakeEvent
@@ -179,6 +181,45 @@ def test_handed_over_batch_is_kept_for_the_consumers_stream(fake: FakeCuda, work
         assert kept == {batch["a"].data_ptr(), batch["b"][0].data_ptr()}
 
 
+class Recording(TorchFunctionMode):
+    """Notes the tensors whose stream is recorded. CUDA has `record_stream` for dense ones only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.record_stream:
+            return self.noted.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Side(torch.Stream):
+    def wait_stream(self, stream: object) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: torch.ones(2), 1),
+        (lambda: torch.eye(2).to_sparse(), 2),
+        (lambda: torch.eye(2).to_sparse_csr(), 3),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), 1),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), 2),
+    ],
+    ids=["dense", "sparse", "csr", "nested", "jagged"],
+)
+def test_tensor_that_is_on_the_device_is_kept_by_its_dense_parts(make: Any, parts: int) -> None:
+    there: Any = SimpleNamespace(_device=torch.device("cpu"), _side=Side(device="cpu"), _consumer=None)
+    leaf = make()
+    with Recording() as recording:
+        assert Cuda.copy(there, leaf) is leaf
+    assert len(recording.noted) == len(list(tree_leaves(leaf))) == parts
+    assert all(part.layout is torch.strided and not part.is_nested for part in recording.noted)
+
+
 @dataclass(slots=True)
 class Slotted:
     images: torch.Tensor
@@ -247,6 +288,19 @@ def test_epochs_and_loaders_share_one_side_stream(monkeypatch: pytest.MonkeyPatc
     for index in (6, 7, 6, 6):
         Cuda(torch.device("cuda", index))
     assert made == [torch.device("cuda", 6), torch.device("cuda", 7)]
+
+
+def test_decoder_stays_on_the_device_of_the_copies(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder lives as long as the loader. In a later epoch another device may be the current one."""
+    bad = BadSamples()
+    decoding = Decoding("torch", torch.device("cuda"), on_error="raise", counters=Counters(), bad=bad)
+    for current in (6, 7):
+        made = SimpleNamespace(device=torch.device("cuda", current))
+        monkeypatch.setattr(torch, "empty", lambda *shape, made=made, **options: made)
+        feed = DevicePrefetcher(torch.device("cuda"), None, Counters(), decoding)
+        feed.mark_wait()
+        feed.close()
+    assert fake.opened == [torch.device("cuda:6")] * 2 == [decoding.device] * 2
 
 
 def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,12 @@ def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
             assert told(asked.batch_at(step, epoch)) == batch, (epoch, step)
 
 
+def test_single_samples_of_a_mixture_are_made_again() -> None:
+    mixture = Mixture([range(9), range(20, 29)], [1, 1])  # type: ignore[list-item]
+    loader: Any = DataLoader(mixture, batch_size=None, shuffle=True, seed=1)
+    assert list(loader) == [loader.batch_at(step, 0) for step in range(18)]
+
+
 def test_a_mixture_resumed_with_other_weights_says_how_many_steps_it_has(folder: Any) -> None:
     def make(part: float) -> Any:
         mixture = Mixture({"a": folder(), "b": folder()}, {"a": part, "b": 1}, num_samples=60)
@@ -285,6 +291,12 @@ def test_what_cannot_be_known_is_said(folder: Any) -> None:
     with pytest.raises(ArgumentError, match="seed="):
         DataLoader(folder(), 8).batch_at(0)
     assert DataLoader(folder(), 8).samples_at(0)[0].crop is None
+
+
+@pytest.mark.parametrize("sampler", [[3, 1, 2], (3, 1, 2), range(3), np.arange(3), torch.arange(3)])
+def test_the_first_epoch_of_indices_that_are_given_is_known(sampler: Any) -> None:
+    loader: Any = DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    assert [sample.index for sample in loader.samples_at(1)] == [sampler[2]]
 
 
 def test_a_state_stays_small_over_many_epochs() -> None:

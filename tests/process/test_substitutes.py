@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastload import DataLoader, ObjectDataset
+from fastload.errors import ArgumentError
 from tests.loaderdata import Numbers
 
 
@@ -35,6 +37,23 @@ def test_bad_sample_of_many_seeds_is_noted_once() -> None:
 def test_bad_sample_without_another_one_is_raised() -> None:
     with pytest.raises(ValueError, match="bad"):
         load(1, 0)
+
+
+class Endless(torch.utils.data.Dataset[int]):
+    """It has no length, which torch accepts beside a sampler."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_dataset_without_a_length_has_no_other_samples_and_says_so() -> None:
+    with pytest.raises(ArgumentError, match="Endless has no length: give it a __len__, or use 'repeat'"):
+        DataLoader(Endless(), sampler=range(3), on_error="replace")
+    loader = DataLoader(Endless(), sampler=range(3), on_error="repeat")
+    for leave_out in (loader.skip, loader.exclude):
+        with pytest.raises(ArgumentError, match="Endless has no length: give it a __len__"):
+            leave_out(1)
+    assert torch.cat(list(loader)).tolist() == [0, 1, 2]
 
 
 def most_are_bad(index: int) -> int:

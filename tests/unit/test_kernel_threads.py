@@ -416,6 +416,16 @@ def test_a_forked_child_has_no_threads_and_no_jobs(threads: int, places: Placed)
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_forked_child_can_have_as_many_threads_as_its_parent() -> None:
+    native.set_threads(2)
+    child = os.fork()
+    if child == 0:
+        before = len(threads_now())
+        os._exit(native.threads() or native.set_threads(2) != 2 or len(threads_now()) != before + 2)
+    native.set_threads(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_signal_is_handled_after_the_wait(places: Placed) -> None:
     located = places([photo(500, 400, seed) for seed in range(8)])
     native.active().set_threads(2)
