@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
-from pathlib import Path
 
 __all__ = ["main"]
 
@@ -15,14 +16,21 @@ def main() -> None:
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if not name.endswith(".py"):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character
         try:
             # Imported here, so that Ctrl-C during this half second prints no traceback.
             from fastload.cli.app import REPORTS, app
 
-            if not Path(name).is_file() or name in {command.split()[0] for command in REPORTS}:
+            is_script = os.path.isfile(name)  # noqa: PTH113  a Path raises for a name that is too long
+            if not is_script or name in {command.split()[0] for command in REPORTS}:
                 app(prog_name="fastload")
         except KeyboardInterrupt:
             raise SystemExit(130) from None
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise SystemExit(f"fastload: the output cannot be written: {error.strerror}") from None
     from fastload.cli.script import run
 
     run(sys.argv[1:])

@@ -33,7 +33,6 @@ from fastload.datasets.views import (
     RowRequests,
     StreamDataset,
     View,
-    check_indexed,
     reraise,
 )
 from fastload.images.rng import SampleSeeds, digest, mix_all
@@ -61,11 +60,6 @@ class ChoosingView(View):
         Raises:
             IndexError, KeyError, ValueError: there is none; as torch's class raises.
         """
-
-    def streams(self) -> StreamDataset | None:
-        """Return None. Raise `ArgumentError` if the samples of a part are not indexed yet."""
-        check_indexed(self.parts, self._kind)
-        return None
 
     def prefetch(self, indices: list[Any]) -> None:
         for part, _, requests in _deal(list(enumerate(indices)), self.locate):
@@ -246,6 +240,8 @@ class StackView(View):
         parts: views: a list, or a dict by name.
     """
 
+    _kind = "a StackDataset"
+
     def __init__(self, parts: Sequence[View] | Mapping[str, View]) -> None:
         self._names = list(parts) if isinstance(parts, Mapping) else None
         self._take_over(list(parts.values() if isinstance(parts, Mapping) else parts))
@@ -253,11 +249,6 @@ class StackView(View):
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         for part in self.parts:
             yield from part.reached(indices)
-
-    def streams(self) -> StreamDataset | None:
-        """Return None. Raise `ArgumentError` if the samples of a part are not indexed yet."""
-        check_indexed(self.parts, "a StackDataset")
-        return None
 
     def prefetch(self, indices: list[Any]) -> None:
         for part in self.parts:

@@ -64,9 +64,6 @@ class StoreView(PlainView):
     def leaves(self) -> Iterator[StoreDataset]:
         yield self.dataset
 
-    def start_epoch(self, epoch: int) -> None:
-        self.dataset._builder.start_epoch(epoch)
-
     def made_by_kernel(self) -> bool:
         return self.override is None and self.dataset._builder.made_by_kernel
 
@@ -276,9 +273,6 @@ class ColumnsView(StoreView):
 
     def writes(self) -> bool:
         return self.override is None
-
-    def prefetch(self, indices: list[Any]) -> None:
-        self.dataset.prefetch(indices)
 
     def form(self) -> Any:
         return repr(self._source.forms), self.dataset._builder.structure

@@ -199,6 +199,7 @@ class View(ABC):
     """
 
     parts: Sequence[View] = ()
+    _kind = ""  # as "a Subset", in errors
     reads_ahead = False
     override: str | None = None
     uses_all = True
@@ -235,11 +236,6 @@ class View(ABC):
         """Return whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
 
-    def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which all samples are from now on: for transforms that go by it."""
-        for part in self.parts:
-            part.start_epoch(epoch)
-
     @abstractmethod
     def prefetch(self, indices: list[Any]) -> None:
         """Start reading these samples, in the order in which they will be used. Does not block."""
@@ -266,7 +262,18 @@ class View(ABC):
         return None
 
     def streams(self) -> StreamDataset | None:
-        """Return the dataset that can be read as streams in place of this one."""
+        """Return the dataset that can be read as streams in place of this one; None: there is none.
+
+        Raises:
+            ArgumentError: the samples of a part are not indexed yet; its `len()` may be a hint.
+        """
+        for part in self.parts:
+            dataset = part.streams()
+            try:
+                if dataset is not None:
+                    indexed_length(dataset)
+            except TypeError as error:
+                raise ArgumentError(f"{self._kind} chooses samples by index: {error}") from error
         return None
 
     def fingerprints(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
@@ -456,17 +463,6 @@ class OverriddenView(PlainView):
 
     def streams(self) -> StreamDataset | None:
         return self._view.streams()
-
-
-def check_indexed(views: Sequence[View], kind: str) -> None:
-    """Raise `ArgumentError` if one has no samples by index yet; its `len()` may be a hint."""
-    for view in views:
-        dataset = view.streams()
-        if dataset is not None:
-            try:
-                indexed_length(dataset)
-            except TypeError as error:
-                raise ArgumentError(f"{kind} chooses samples by index: {error}") from error
 
 
 def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:

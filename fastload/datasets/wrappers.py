@@ -368,7 +368,7 @@ def start_epoch(datasets: list[Any], epoch: int) -> None:
     """Tell each dataset over a store the epoch of the next samples."""
     for dataset in datasets:
         if isinstance(dataset, StoreDataset):
-            StoreView(dataset).start_epoch(epoch)
+            dataset._builder.start_epoch(epoch)
 
 
 def _is_dataset(value: Any) -> bool:

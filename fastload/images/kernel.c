@@ -343,9 +343,20 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     return NULL;
 }
 
-static PyObject *take_record(Record *record, bool done, const char *message) {
-    PyObject *result = done ? PyBytes_FromStringAndSize((char *)record->data, (Py_ssize_t)record->size) : NULL;
-    free(record->data);
+/* A record of a JPEG, or the index of its rows. */
+static PyObject *made_of(PyObject *data, bool rows, int orientation, unsigned long long max_pixels) {
+    Py_buffer view;
+    if (get_file(data, &view) < 0) return NULL;
+    Record record = {NULL, 0, 0};
+    char message[MESSAGE_SIZE];
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = rows ? jpeg_to_rows(view.buf, (size_t)view.len, max_pixels, &record, message)
+                : jpeg_to_record(view.buf, (size_t)view.len, max_pixels, orientation, &record, message);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    PyObject *result = done ? PyBytes_FromStringAndSize((char *)record.data, (Py_ssize_t)record.size) : NULL;
+    free(record.data);
     if (!done) PyErr_SetString(PyExc_ValueError, message);
     return result;
 }
@@ -356,16 +367,7 @@ static PyObject *dct_record(PyObject *self, PyObject *args) {
     unsigned long long max_pixels;
     (void)self;
     if (!PyArg_ParseTuple(args, "OiK", &data, &orientation, &max_pixels)) return NULL;
-    Py_buffer view;
-    if (get_file(data, &view) < 0) return NULL;
-    Record record = {NULL, 0, 0};
-    char message[MESSAGE_SIZE];
-    bool done;
-    Py_BEGIN_ALLOW_THREADS
-    done = jpeg_to_record(view.buf, (size_t)view.len, max_pixels, orientation, &record, message);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
-    return take_record(&record, done, message);
+    return made_of(data, false, orientation, max_pixels);
 }
 
 static PyObject *row_index(PyObject *self, PyObject *args) {
@@ -373,16 +375,7 @@ static PyObject *row_index(PyObject *self, PyObject *args) {
     unsigned long long max_pixels;
     (void)self;
     if (!PyArg_ParseTuple(args, "OK", &data, &max_pixels)) return NULL;
-    Py_buffer view;
-    if (get_file(data, &view) < 0) return NULL;
-    Record record = {NULL, 0, 0};
-    char message[MESSAGE_SIZE];
-    bool done;
-    Py_BEGIN_ALLOW_THREADS
-    done = jpeg_to_rows(view.buf, (size_t)view.len, max_pixels, &record, message);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&view);
-    return take_record(&record, done, message);
+    return made_of(data, true, 0, max_pixels);
 }
 
 /* ---------------------------------------------------------------- module */

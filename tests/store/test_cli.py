@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,6 +102,31 @@ def test_cache_clear_asks(filled: Path) -> None:
 
 def test_cache_clear_yes_does_not_ask(filled: Path) -> None:
     assert answer("cache", "clear", filled, "--yes")["bytes_freed"] > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "encoding", "out", "code", "words"),
+    [
+        (["doctor"], "ascii", "/dev/null", None, ""),
+        (["cache", "info", "/tmp"], "utf-8", "/dev/full", 1, "cannot be written: No space left"),
+        (["a" * 300], "utf-8", "/dev/null", 2, "No such command"),
+    ],
+    ids=["characters", "space", "name"],
+)
+def test_what_cannot_be_written_or_found_gives_no_traceback(
+    arguments: list[str], encoding: str, out: str, code: int | None, words: str
+) -> None:
+    with Path(out).open("wb") as stdout:
+        done = subprocess.run(
+            [sys.executable, "-m", "fastload", *arguments],
+            env=os.environ | {"PYTHONIOENCODING": encoding},
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=PATIENCE,
+            check=False,
+        )
+    assert "Traceback" not in (told := done.stderr.decode()) and words in told
+    assert code in (None, done.returncode)
 
 
 def test_doctor() -> None:
