@@ -179,7 +179,7 @@ class Proportions:
 
     Attributes:
         reader: the sampler that read last, in the trainer's process; None before that.
-        were_set: the weights that were set since it was made; None where none were.
+        were_set: the weights that were set since it began; None where none were.
     """
 
     def __init__(self, lengths: Mapping[str, int], given: GivenWeights, num_samples: int) -> None:
@@ -202,18 +202,17 @@ class Proportions:
 
     def set_weights(self, weights: GivenWeights) -> None:
         """Set the weights of the samples that no rank has drawn yet: see `Mixture.weights`."""
-        if callable(weights):
-            if self.reader is not None:
-                raise ArgumentError(
-                    "weights cannot be set to a function of the epoch while the mixture is read: set the "
-                    "weights of each epoch when it begins, or give the function to the constructor"
-                )
+        if self.reader is None:
             self._give(weights)
             self.were_set = None
             return
+        if callable(weights):
+            raise ArgumentError(
+                "weights cannot be set to a function of the epoch while the mixture is read: set the weights "
+                "of each epoch when it begins, or give the function to the constructor"
+            )
         parsed = parse_weights(weights, list(self.lengths))
-        if self.reader is not None:
-            self.reader._set_weights(parsed)
+        self.reader._set_weights(parsed)
         self.were_set = parsed
 
     def weights_in(self, epoch: int) -> dict[str, Fraction]:

@@ -93,10 +93,9 @@ class MixtureSampler(DistributedSampler):
         self._ranks: Ranks | None = None
 
     def _draw(self, epoch: int, start: int) -> Iterator[int]:
-        mixing = self._mixing.copy()
-        if start == 0:
-            self._begin_weights(mixing, epoch)
-        self._mixture.reader = self
+        mixing, self._mixture.reader = self._mixing.copy(), self
+        if start == 0 and not self._were_set:
+            mixing.set_weights(in_units(self._mixture.weights_in(epoch)))
         after = self.num_replicas - 1 - self._column
         for row in range(1, self._share(start) + 1):
             self._advance(mixing, self._column)
@@ -106,21 +105,9 @@ class MixtureSampler(DistributedSampler):
             self._mixing, self._position = mixing, (epoch, start + row * self.num_replicas)
             yield self._index(source, number)
 
-    def _begin_weights(self, mixing: Mixing, epoch: int) -> None:
-        """Take the weights of an epoch that begins: those that were set before this has drawn, if any."""
-        mixture, weights = self._mixture, self._mixture.weights_in(epoch)
-        if mixture.reader is None or not (self._were_set or self._changes):
-            self._were_set = mixture.were_set is not None
-            weights = mixture.were_set or weights
-        elif self._were_set:
-            return
-        mixing.set_weights(in_units(weights))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain numbers: epoch, and of each source its samples, weight and due."""
         epoch, consumed = self._position
-        if self._mixture.reader is None:
-            self._begin_weights(self._mixing, epoch)
         mixing, names = self._mixing, self._lengths
         columns = zip(names, names.values(), mixing.counts, mixing.weights, mixing.dues, strict=True)
         state = {

@@ -204,26 +204,6 @@ def test_weights_that_are_integers_of_numpy_are_numbers_and_do_not_overflow(kind
     assert (read.count("a"), read.count("b")) == (9, 20)
 
 
-@pytest.mark.parametrize("drawn", [0, 5])
-def test_weights_that_are_set_before_the_first_draw_are_in_the_state(drawn: int) -> None:
-    def new() -> tuple[Mixture, MixtureSampler]:
-        mixture = Mixture(sources(a=9, b=9), [1, 1], num_samples=20)
-        return mixture, MixtureSampler(mixture)
-
-    mixture, sampler = new()
-    sampler.state_dict()
-    mixture.weights = [1, 3]
-    iterator = iter(sampler)
-    seen = list(itertools.islice(iterator, drawn))
-    state = through_json(sampler.state_dict())
-    rest = list(iterator)
-    assert sum(mixture[index][0] == "a" for index in seen + rest) == 5
-    other, resumed = new()
-    resumed.load_state_dict(state)
-    assert other.weights == mixture.weights
-    assert list(resumed) == rest
-
-
 def test_weights_that_are_set_after_a_resume_or_a_break_take_the_place_of_those_that_were_to_come() -> None:
     def ahead(state: dict[str, Any] | None) -> tuple[Mixture, MixtureSampler, dict[str, Any]]:
         """A run that has drawn 6 samples more than it has delivered, from a state on."""
