@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -17,7 +18,8 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if not name.endswith(".py"):
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character
+            with contextlib.suppress(OSError):  # one that cannot seek, opened as if it could
+                sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character
         try:
             # Imported here, so that Ctrl-C during this half second prints no traceback.
             from fastload.cli.app import REPORTS, app
