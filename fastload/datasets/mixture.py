@@ -139,7 +139,8 @@ class Mixture(ConcatDataset[Any]):
         take effect `prefetch_factor * num_workers` batches later, or 256 samples a worker where that is more:
         at the first batch that is not drawn yet. Set them on all ranks at the same step. Where
         torch.distributed is initialized the ranks check that, wait for each other, and begin at the same
-        sample. Weights that are set hold in later epochs too, and are part of the loader's state.
+        sample. Weights that are set hold in later epochs too, and are part of the loader's state once a
+        sample was drawn: those that you set before, set again before you resume, as the constructor's.
 
         Raises:
             ArgumentError: when set: as the constructor; a function of the epoch while the mixture is read;
