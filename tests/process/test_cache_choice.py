@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_a_warning(
         epoch(folder(Cache(tmp_path / "cache", size_limit="200kB")))
     said = [re.search(r": about (\d+)% of the samples will be kept", one.message) for one in caplog.records]
     shares = [int(one[1]) for one in said if one]
-    assert kept and shares == pytest.approx([100 * kept / N] * 2, abs=4), "a record may still be on its way"
+    assert kept and shares == pytest.approx([100 * kept / N] * 2, abs=6), "records may still be on their way"
     assert all("it keeps files" in one.message for one in caplog.records)
 
 

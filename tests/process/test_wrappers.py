@@ -84,12 +84,12 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def slow_store() -> Iterator[dict[str, Any]]:
-    """Storage options of a server that takes 50 ms for each of 12 small images."""
+    """Storage options of a server that takes 250 ms for each of 12 small images."""
     photo = pillow_jpeg(scene(32, 32))
     objects = {f"class{i % 2}/{i:03d}.jpg": photo for i in range(IMAGES)}
     with FaultServer(objects) as server:
         for key in objects:
-            server.script(key, Fault(delay=0.05), repeat=True)
+            server.script(key, Fault(delay=0.25), repeat=True)
         yield {"endpoint_url": server.endpoint_url, "key": "k", "secret": "s"}
 
 
