@@ -456,8 +456,7 @@ def _user_of(url: str) -> tuple[str, ...]:
 
 
 def refuse_user(name: str, url: str, instead: str) -> None:
-    """Raise `ArgumentError` for what is no URL, and for a URL with a user in it, which clients leave out of
-    their requests."""
+    """Raise `ArgumentError` for what is no URL, or has a user in it, which clients do not send."""
     if not isinstance(url, str):
         raise ArgumentError(f"{name} must be a URL, as in 'http://localhost:9000', found {_kind(url)}")
     if "@" in urlsplit(url).netloc:

@@ -206,8 +206,20 @@ def test_a_full_cache_gets_no_records_made(
 
 
 def test_what_does_not_fit_is_a_warning(
-    folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, dct_is: Any
+    folder: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    dct_is: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    room = cache_forecast.Forecaster.room
+
+    def room_once_written(self: Any) -> Any:
+        """A record on its way counts as used and not as kept: with so few photos, as 5 %."""
+        assert self._cache.flush()
+        return room(self)
+
+    monkeypatch.setattr(cache_forecast.Forecaster, "room", room_once_written)
     dct_is(0.1)
     dataset = folder(Cache(tmp_path / "cache", size_limit="200kB"))
     with caplog.at_level(logging.WARNING, "fastload"):
@@ -217,7 +229,7 @@ def test_what_does_not_fit_is_a_warning(
         epoch(folder(Cache(tmp_path / "cache", size_limit="200kB")))
     said = [re.search(r": about (\d+)% of the samples will be kept", one.message) for one in caplog.records]
     shares = [int(one[1]) for one in said if one]
-    assert kept and shares == pytest.approx([100 * kept / N] * 2, abs=6), "records may still be on their way"
+    assert kept and shares == pytest.approx([100 * kept / N] * 2, abs=4)
     assert all("it keeps files" in one.message for one in caplog.records)
 
 
