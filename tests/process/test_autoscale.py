@@ -367,12 +367,12 @@ def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch
 def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.workers.autoscale._INTERVAL", 0.1)
     loader = auto(Numbers(300, Slow(0.01 if slow == "samples" else 0.0)), 2, [6], monkeypatch)
-    loader._context.autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
     numbers = {3}
-    for _ in range(10):  # epochs: beside much other work, one may not show what is slow
+    for step in (0.02, 0.05, 0.1, 0.2):  # seconds; beside other work, short steps may not show it
+        loader._context.autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)  # one epoch settles its choice
         found = []
         for batch in loader:
-            time.sleep(0.02 if slow == "steps" else 0)
+            time.sleep(step if slow == "steps" else 0)
             found += batch.tolist()
             numbers.add(loader._context.autoscaler.workers)
         assert found == list(range(300))

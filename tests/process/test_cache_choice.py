@@ -100,6 +100,18 @@ def dct_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_time
 
 
+@pytest.fixture
+def room_once_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chooses when no record is on its way: that counts as used and not as kept, with few photos as 5 %."""
+    room = cache_forecast.Forecaster.room
+
+    def wait_and_measure(self: Any) -> Any:
+        assert self._cache.flush()
+        return room(self)
+
+    monkeypatch.setattr(cache_forecast.Forecaster, "room", wait_and_measure)
+
+
 def epoch(dataset: Any, num_workers: int = 0) -> tuple[torch.Tensor, dict[str, float]]:
     loader = DataLoader(dataset, 8, seed=1, num_workers=num_workers)
     images = torch.cat([batch for batch, _ in loader])
@@ -171,7 +183,13 @@ def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
 
 @pytest.mark.parametrize(("form", "mode"), [("file", "raw"), ("record", "dct")])
 def test_forecast_of_bytes_is_right_within_5_percent(
-    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, form: str, mode: Any
+    folder: Any,
+    tmp_path: Path,
+    dct_is: Any,
+    room_once_written: None,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    mode: Any,
 ) -> None:
     dct_is(0.3)
     made = []
@@ -206,20 +224,8 @@ def test_a_full_cache_gets_no_records_made(
 
 
 def test_what_does_not_fit_is_a_warning(
-    folder: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    dct_is: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, dct_is: Any, room_once_written: None
 ) -> None:
-    room = cache_forecast.Forecaster.room
-
-    def room_once_written(self: Any) -> Any:
-        """A record on its way counts as used and not as kept: with so few photos, as 5 %."""
-        assert self._cache.flush()
-        return room(self)
-
-    monkeypatch.setattr(cache_forecast.Forecaster, "room", room_once_written)
     dct_is(0.1)
     dataset = folder(Cache(tmp_path / "cache", size_limit="200kB"))
     with caplog.at_level(logging.WARNING, "fastload"):
