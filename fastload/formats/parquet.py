@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ class _Pieces(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> Any:
         """Return the next bytes, without a copy where they lie in one piece."""
-        stop = self._size if size is None or size < 0 else self._at + size
+        stop = self._size if size is None or size < 0 else min(self._at + size, self._size)
         parts = []
         for start, body in self._pieces:
             if start <= self._at < start + len(body):
@@ -214,7 +214,7 @@ def _first_line(error: Exception) -> str:
 
 
 _DICTIONARY = 2  # PageType
-_HEADS = {5: 2, 7: None, 8: 4}  # fields of PageHeader: headers of these pages -> their field for the encoding
+_HEADS = {0: (5, 2), 3: (8, 4)}  # PageType of values: the field of its own header, and there of the encoding
 _BY_DICTIONARY = (2, 8)  # Encoding: PLAIN_DICTIONARY, RLE_DICTIONARY
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _LEVELS = 4  # bytes of definition and repetition levels of a value
@@ -235,13 +235,24 @@ class _Page(NamedTuple):
     start: int  # of its data, in the file
 
 
+class _Fixed(NamedTuple):
+    """The lists of a fixed size around a leaf column: how many, and the values of one row of them."""
+
+    lists: int
+    values: int
+
+
+_NO_LISTS = _Fixed(0, 1)
+
+
 class _Chunk(NamedTuple):
-    """A column of a row group: its numbers, what the footer says of it, and its pages."""
+    """A column of a row group: its numbers, what the footer says of it, its pages, and values in memory."""
 
     group: int
     leaf: int
     told: Any
     pages: list[_Page]
+    values: int  # with those for which a null of fixed-size lists has room
 
 
 def decoded_bytes(
@@ -258,31 +269,44 @@ def decoded_bytes(
         DecodeError: the header of a page is damaged.
     """
     leaves, chunks = list(leaves), []
+    fixed = _fixed_lists(metadata)
     for group in groups:
         for leaf in leaves:
-            told = metadata.row_group(group).column(leaf)
-            chunks.append(_Chunk(group, leaf, told, _pages(told, source)))
+            told, around = metadata.row_group(group).column(leaf), fixed[leaf]
+            pages = _pages(told, source)
+            values = sum(page.values for page in pages)
+            # Among lists of any length, each value may be the null of a list of a fixed size.
+            any_length = metadata.schema.column(leaf).max_repetition_level > around.lists
+            nulls = values if any_length else metadata.row_group(group).num_rows
+            chunks.append(_Chunk(group, leaf, told, pages, max(values, nulls * around.values)))
     bounds = [_loose_bound(metadata, chunk) for chunk in chunks]
     total, texts = sum(bounds), _Texts(metadata, source, enough)
     for tighter in (texts.bound_by_longest, texts.bound_by_rows):
         for at, chunk in enumerate(chunks):
             if total <= enough:
                 return total
-            is_text = chunk.told.physical_type == "BYTE_ARRAY" and _named(chunk.pages)
+            is_text = chunk.told.physical_type == "BYTE_ARRAY" and _named(chunk)
             if is_text and (bound := tighter(chunk)) is not None:
                 total += bound - bounds[at]
                 bounds[at] = bound
-        if sum(_bound(chunk.pages, 0) for chunk in chunks) > enough:  # it is too large whatever the rows name
+        if sum(_bound(chunk, 0) for chunk in chunks) > enough:  # it is too large whatever the rows name
             return total
     return total
 
 
 def _pages(chunk: Any, source: Any) -> list[_Page]:
+    """Return the pages of a column chunk to its last value, which may lie in the padding, as for pyarrow."""
     at = _start_of(chunk)
-    stop, pages = at + chunk.total_compressed_size, []
-    while at < stop:
-        pages.append(_page(source, at, stop))
+    stop, pages, values = at + chunk.total_compressed_size, [], 0
+    while at < stop or values < chunk.num_values:
+        if at >= stop + _PADDING:
+            raise DecodeError(
+                f"column {chunk.path_in_schema!r} has {values:,} values, and the footer tells of "
+                f"{chunk.num_values:,}: the file was damaged, copy or write it again"
+            )
+        pages.append(_page(source, at, stop + _PADDING))
         at = pages[-1].start + pages[-1].stored
+        values += pages[-1].values
     return pages
 
 
@@ -302,38 +326,43 @@ def _page(source: Any, at: int, stop: int) -> _Page:
             raise DecodeError(f"the header of the page at byte {at:,} is damaged: {error}") from None
     kind, inflated, stored = (fields.get(field) for field in (1, 2, 3))
     values = named = 0
-    for field, encoding in _HEADS.items():
+    if kind in _HEADS:
+        field, encoding = _HEADS[kind]
         inner = fields.get(field)
-        if isinstance(inner, dict) and kind != _DICTIONARY:
-            values = inner.get(1, -1)
-            named = values if inner.get(encoding) in _BY_DICTIONARY else 0
+        inner = inner if isinstance(inner, dict) else {}
+        values = inner.get(1, -1)
+        named = values if inner.get(encoding) in _BY_DICTIONARY else 0
     page = _Page(kind, inflated, stored, values, named, at + end)  # type: ignore[arg-type]
     if not all(isinstance(number, int) and number >= 0 for number in page):
         raise DecodeError(f"the header of the page at byte {at:,} is damaged: it tells of {page[:-1]}")
     return page
 
 
-def _bound(pages: list[_Page], width: int, decoded: int = 0) -> int:
+def _bound(chunk: _Chunk, width: int, decoded: int = 0) -> int:
     """Return the bytes of the pages, or of what they decode to if that is more, and `width` a value."""
-    return max(sum(page.inflated for page in pages), decoded) + _values(pages) * (width + _LEVELS)
+    return max(sum(page.inflated for page in chunk.pages), decoded) + chunk.values * (width + _LEVELS)
 
 
-def _values(pages: list[_Page]) -> int:
-    return sum(page.values for page in pages)
+def _named(chunk: _Chunk) -> int:
+    return sum(page.named for page in chunk.pages)
 
 
-def _named(pages: list[_Page]) -> int:
-    return sum(page.named for page in pages)
+def _fixed_lists(metadata: Any) -> list[_Fixed]:
+    """Return those of all leaf columns. The writer of the file names them in the footer."""
+    found = [fixed for field in metadata.schema.to_arrow_schema() for _, fixed in _leaves(field.type)]
+    if len(found) != metadata.num_columns:
+        return [max(found, key=lambda fixed: fixed.values, default=_NO_LISTS)] * metadata.num_columns
+    return found
 
 
 def _loose_bound(metadata: Any, chunk: _Chunk) -> int:
-    kind, pages = chunk.told.physical_type, chunk.pages
+    kind = chunk.told.physical_type
     if kind in _WIDTHS:
-        return _bound(pages, _WIDTHS[kind])
+        return _bound(chunk, _WIDTHS[kind])
     if kind == "FIXED_LEN_BYTE_ARRAY":  # a null takes as much as a value
-        return _bound(pages, _OFFSET, _values(pages) * metadata.schema.column(chunk.leaf).length)
-    longest = max((page.inflated for page in pages if page.kind == _DICTIONARY), default=0)
-    return _bound(pages, _OFFSET) + _named(pages) * longest
+        return _bound(chunk, _OFFSET, chunk.values * metadata.schema.column(chunk.leaf).length)
+    longest = max((page.inflated for page in chunk.pages if page.kind == _DICTIONARY), default=0)
+    return _bound(chunk, _OFFSET) + _named(chunk) * longest
 
 
 class _Texts:
@@ -343,6 +372,7 @@ class _Texts:
         self._metadata = metadata
         self._source = source
         self._enough = enough
+        self._entries: dict[tuple[int, int], int] = {}  # (row group, leaf) -> texts of its dictionary
 
     def bound_by_longest(self, chunk: _Chunk) -> int | None:
         """Return the bound by the dictionary's longest value; None if it is too large, or missing."""
@@ -359,11 +389,12 @@ class _Texts:
                 data = pa.decompress(data, dictionary.inflated, codec=codec)
         except (pa.ArrowException, OSError, ValueError):  # decoding will say what is wrong with it
             return None
-        view, at, longest = memoryview(data), 0, 0
+        view, at, longest, entries = memoryview(data), 0, 0, 0
         while at + 4 <= len(view):
             length = int.from_bytes(view[at : at + 4], "little")
-            longest, at = max(longest, length), at + 4 + length
-        return _bound(chunk.pages, _OFFSET) + _named(chunk.pages) * longest
+            longest, at, entries = max(longest, length), at + 4 + length, entries + 1
+        self._entries[chunk.group, chunk.leaf] = entries
+        return _bound(chunk, _OFFSET) + _named(chunk) * longest
 
     def bound_by_rows(self, chunk: _Chunk) -> int | None:
         """Return the bound by the text that each row names; None where there is no room to find out.
@@ -373,21 +404,23 @@ class _Texts:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        path, pages = chunk.told.path_in_schema, chunk.pages
-        kept = sum(page.inflated for page in pages if page.kind == _DICTIONARY)
-        distinct = kept // 4 + _values(pages) - _named(pages)  # the length of a text takes 4 bytes
-        if _bound(pages, _OFFSET) + distinct * _HASHED > self._enough:
+        entries = self._entries.get((chunk.group, chunk.leaf))
+        if entries is None:
+            return None
+        others = sum(page.values - page.named for page in chunk.pages)
+        if _bound(chunk, _OFFSET) + (entries + others) * _HASHED > self._enough:
             return None
         try:
             if chunk.leaf not in self._readable:
                 return None
-            decoded = 0
-            for texts in self._file.read_row_group(chunk.group, [path], use_threads=False).column(0).chunks:
+            paths, decoded = [chunk.told.path_in_schema], 0
+            table = self._file.read_row_group(chunk.group, paths, use_threads=False)
+            for texts in table.column(0).chunks:
                 while pa.types.is_nested(texts.type):
                     texts = texts.field(0) if pa.types.is_struct(texts.type) else texts.values
                 lengths = pc.take(pc.binary_length(texts.dictionary), texts.indices)
                 decoded += pc.sum(lengths).as_py() or 0
-            return _bound(pages, _OFFSET, decoded)
+            return _bound(chunk, _OFFSET, decoded)
         except (pa.ArrowException, OSError, ValueError, MemoryError, RecursionError):  # as above
             return None
 
@@ -406,7 +439,7 @@ class _Texts:
         """The columns that pyarrow reads as dictionaries, and that no other one is read with."""
         import pyarrow as pa
 
-        kinds = [kind for field in self._file.schema_arrow for kind in _leaf_types(field.type)]
+        kinds = [kind for field in self._file.schema_arrow for kind, _ in _leaves(field.type)]
         shared = Counter(part for path in self._paths for part in accumulate(path.split("."), "{}.{}".format))
         leaves = zip(self._paths, kinds, strict=True) if len(kinds) == len(self._paths) else ()
         return {
@@ -414,12 +447,19 @@ class _Texts:
         }
 
 
-def _leaf_types(kind: Any) -> list[Any]:
+def _leaves(kind: Any, fixed: _Fixed = _NO_LISTS) -> Iterator[tuple[Any, _Fixed]]:
+    """Yield the type of each leaf column below a type of Arrow, and the lists of a fixed size around it."""
     import pyarrow as pa
 
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_fixed_size_list(kind):
+        fixed = _Fixed(fixed.lists + 1, fixed.values * kind.list_size)
     if not pa.types.is_nested(kind):
-        return [kind]
-    return [leaf for number in range(kind.num_fields) for leaf in _leaf_types(kind.field(number).type)]
+        yield kind, fixed
+    else:
+        for number in range(kind.num_fields):
+            yield from _leaves(kind.field(number).type, fixed)
 
 
 # ---------------------------------------------------------------- Thrift's compact protocol

@@ -40,6 +40,36 @@ def equal_rows(path: Path, size: int = 4 * MB) -> None:
     pq.write_table(pa.table({"a": values}), path, compression="zstd")
 
 
+def one_page_of_equal_rows(**options: Any) -> tuple[bytearray, Any]:
+    """(file, footer) of 130,000 equal texts of 1,000 bytes: a dictionary of one, and a page of some bytes."""
+    file = io.BytesIO()
+    table, rows = pa.table({"a": ["x" * 1000] * 130_000}), 130_000
+    pq.write_table(table, file, compression="none", max_rows_per_page=rows, data_page_size=1 << 30, **options)
+    return bytearray(file.getvalue()), pq.read_metadata(file)
+
+
+def second_header_of_a_page(path: Path) -> None:
+    """In place of statistics, the page's header has one of the second version, which tells of no values."""
+    data, _ = one_page_of_equal_rows()
+    start = data.index(b"\x1c", data.index(b"\x2c\x15"))
+    end = data.index(bytes(3), start) + 3
+    second = b"\0\x3c" + b"\x15\0" * 6 + b"\0"
+    filler = end - start - len(second) - 4
+    data[start:end] = second + bytes([0x78, filler & 127 | 128, filler >> 7]) + b"." * filler + b"\0"
+    path.write_bytes(data)
+
+
+def page_in_the_padding(path: Path) -> None:
+    """The column ends in front of its page. pyarrow reads it: old writers left out up to 100 bytes."""
+    data, footer = one_page_of_equal_rows(write_statistics=False, store_schema=False)
+    chunk, at = footer.row_group(0).column(0), len(data) - footer.serialized_size - 8
+    size, dictionary = chunk.total_compressed_size, chunk.data_page_offset - chunk.dictionary_page_offset
+    sizes = [b"\x16" + bytes([2 * n & 127 | 128, 2 * n >> 7]) for n in (size, dictionary)]
+    writer = footer.created_by.encode()
+    data[at:] = data[at:].replace(*sizes).replace(writer, b"parquet-mr version 1.2.8".ljust(len(writer)))
+    path.write_bytes(data)
+
+
 def write_bombs(folder: Path) -> None:
     """Files of some kilobytes, that would become 128 MB each, or more."""
     zeros_of_tar(folder / "0.tar.gz", 128 * MB)
@@ -53,6 +83,9 @@ def write_bombs(folder: Path) -> None:
     equal_rows(folder / "0.parquet")
     equal_rows(folder / "texts.parquet", 100 << 10)
     pq.write_table(pa.table({"a": pa.nulls(1000, pa.binary(MB // 8))}), folder / "nulls.parquet")
+    pq.write_table(pa.table({"a": pa.nulls(200, pa.list_(pa.int8(), MB))}), folder / "null_lists.parquet")
+    second_header_of_a_page(folder / "header.parquet")
+    page_in_the_padding(folder / "padding.parquet")
     # One row of 2**25 equal numbers.
     lists = pa.ListArray.from_arrays([0, 1 << 25], pa.array(np.zeros(1 << 25, np.int8)))
     pq.write_table(pa.table({"a": lists}), folder / "lists.parquet", compression="zstd")
@@ -69,10 +102,10 @@ BOMBS: dict[str, tuple[Callable[[str, Any], Any], type[Exception]]] = {
     "t.csv.gz": (lambda path, limit: TableDataset(path, "a", **limit), ArgumentError),
     "text.csv.gz": (lambda path, limit: TableDataset(path, "b", **limit), ArgumentError),
     "t.jsonl.gz": (lambda path, limit: TableDataset(path, "a", **limit), ArgumentError),
-    "0.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
-    "texts.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
-    "nulls.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
-    "lists.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError),
+    **{
+        f"{name}.parquet": (lambda path, limit: rows_of(ParquetDataset(path, **limit)), DecodeError)
+        for name in ("0", "texts", "nulls", "null_lists", "lists", "header", "padding")
+    },
     "0.parquet as a table": (lambda path, limit: TableDataset(path, "a", **limit), ArgumentError),
 }
 
@@ -198,6 +231,37 @@ def test_one_long_text_among_short_ones_is_read(
     pq.write_table(pa.table({"a": pa.array(map(form, texts), kind)}), tmp_path / "0.parquet")
     dataset = ParquetDataset(str(tmp_path), storage_options={"max_inflated": LIMIT})
     assert texts[7] in repr(dataset[7])
+
+
+@pytest.mark.parametrize(("rows", "usual", "longest"), [(100, 100_000, 6 * MB), (1001, 20_000, 2 * MB)])
+def test_one_long_file_among_many_in_a_row_group_is_read(
+    rows: int, usual: int, longest: int, tmp_path: Path
+) -> None:
+    """pyarrow keeps them all in the dictionary. The longest times the rows is more than max_inflated."""
+    noise = np.random.default_rng(0)
+    files = [noise.bytes(longest), *(noise.bytes(usual) for _ in range(rows - 1))]
+    pq.write_table(pa.table({"image": [{"bytes": one} for one in files]}), tmp_path / "0.parquet")
+    dataset = ParquetDataset(str(tmp_path), decode=None)
+    assert dataset[0]["image"]["bytes"] == files[0] and dataset[rows - 1]["image"]["bytes"] == files[-1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[[1.0, 2.0, 3.0, 4.0]] * 40] * 2000,
+        [[[1.0, 2.0, 3.0, 4.0]], [], [None]] * 100,
+    ],
+    ids=["boxes", "nulls"],
+)
+def test_lists_of_lists_of_a_fixed_size_are_read(rows: list[Any], tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"a": pa.array(rows, pa.list_(pa.list_(pa.float32(), 4)))}), tmp_path / "0.parquet"
+    )
+    dataset = ParquetDataset(str(tmp_path), storage_options={"max_inflated": LIMIT})
+    assert [[list(inner) for inner in dataset[at]["a"] if inner is not None] for at in (0, 1)] == [
+        rows[0],
+        rows[1],
+    ]
 
 
 def test_table_of_many_row_groups_is_read(tmp_path: Path) -> None:
