@@ -30,9 +30,18 @@ def main() -> None:
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except OSError as error:
-            if error.filename is not None:
+            if not _output_fails():
                 raise
             raise SystemExit(f"fastload: the output cannot be written: {error.strerror}") from None
     from fastload.cli.script import run
 
     run(sys.argv[1:])
+
+
+def _output_fails() -> bool:
+    try:  # by writing to it: an error does not say which file it is of
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False

@@ -69,8 +69,10 @@ def doctor() -> DoctorReport:
     """Check this machine and this installation, with a remedy for each problem. Exit code 1: an error."""
     checks = [_python()]
     if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
-        checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), check_formats(), check_decoders()]
-        checks += [_cores(), _open_files(), _shared_memory(), _start_method(), _demo()]
+        checks += [torch := _torch(), _obstore(), check_pillow()]
+        if torch.state == "ok":  # the others import it
+            checks += [check_jpegs(), check_formats(), check_decoders(), _cores()]
+        checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
     return DoctorReport(ok=all(check.state != "fail" for check in checks), checks=checks)
 
 
@@ -176,15 +178,12 @@ def check_formats() -> Check:
 
 def check_decoders() -> Check:
     """What `DataLoader(decoder=...)` can choose from on this machine."""
-    name = "decoder="
-    try:
-        from fastload.gpu.dali import why_no_dali
-    except ImportError as error:
-        return Check(name, "warn", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
+    from fastload.gpu.dali import why_no_dali
+
     names = ['"cpu"', '"torch"']
     if why_no_dali() is None:
         names.append('"dali"')
-    return Check(name, "ok", ", ".join(names))
+    return Check("decoder=", "ok", ", ".join(names))
 
 
 def _cores() -> Check:

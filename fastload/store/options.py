@@ -52,7 +52,7 @@ SECRET = re.compile(
     r"(?:^|[_-])(?:auth|acct|pass|sas|sig|tok)(?:$|[_-])|keys?(?:$|[_-](?:id|data|file|filename|base64)$)",
     re.IGNORECASE,
 )
-PARTS = re.compile(r"[;&]")
+PARTS = re.compile(r"[;&?]")
 # What a file may say of a place; `options_from_state` takes it. No secret is among these, and nothing
 # that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
 _PUBLIC = (
@@ -271,7 +271,7 @@ def without_endpoint(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same options; which server they are for is left to the environment."""
     kept = {name: value for name, value in options.items() if name not in _PUBLIC_URLS}
     if "client_kwargs" in kept:
-        nested = kept.pop("client_kwargs").items()
+        nested = (kept.pop("client_kwargs") or {}).items()
         kept |= {"client_kwargs": rest} if (rest := {a: b for a, b in nested if a != "endpoint_url"}) else {}
     return kept
 
@@ -288,15 +288,17 @@ def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(value for value in values if len(value) > 3)
 
 
-def _secrets_in(name: str, value: Any) -> Iterator[str]:
+def _secrets_in(name: str, value: Any, secret: bool = False) -> Iterator[str]:
+    # More names than `SECRET`, by which a place is known: a message may lack what is not secret.
+    secret = secret or "key" in name.lower() or SECRET.search(name) is not None
     if isinstance(value, Mapping):
         for inner, nested in value.items():
-            yield from _secrets_in(str(inner), nested)
+            yield from _secrets_in(str(inner), nested, secret)
     elif isinstance(value, list | tuple):
         for nested in value:
-            yield from _secrets_in(name, nested)
-    elif isinstance(value, str) and SECRET.search(name):
-        yield value
+            yield from _secrets_in(name, nested, secret)
+    elif secret and isinstance(value, str | bytes):
+        yield value if isinstance(value, str) else value.decode(errors="replace")
     elif isinstance(value, str) and "=" in value:  # a connection string
         for part in PARTS.split(value):
             yield from _secrets_in(*part.partition("=")[::2])

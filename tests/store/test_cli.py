@@ -143,6 +143,20 @@ def test_doctor_recommends_as_many_workers_as_auto_may_use(monkeypatch: pytest.M
     assert "num_workers=29 " in cores["found"]
 
 
+def test_doctor_without_torch_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
+    done = subprocess.run(
+        [sys.executable, "-m", "fastload", "doctor"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 1 and "pip install 'torch>=" in done.stdout and not done.stderr
+
+
 def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.cli.demo.s3_server.find_rclone", lambda: None)
     (demo,) = [check for check in run("doctor")[1]["checks"] if check["name"] == "demo"]

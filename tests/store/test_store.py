@@ -811,7 +811,12 @@ def test_a_folder_that_a_file_system_cannot_list_is_an_error_and_not_empty(flaky
 
 @pytest.mark.parametrize(
     "options",
-    [{"Auth": ("someuser", CANARY)}, {"passphrase": CANARY}, {"login": f"Account=one;AccountKey={CANARY}"}],
+    [
+        *({"Auth": ("someuser", CANARY)}, {"passphrase": CANARY}, {"password": CANARY.encode()}),
+        *({"config": {"user": "one", "key_content": CANARY}}, {"token": {"value": CANARY}}),
+        *({"login": f"Account=one;AccountKey={CANARY}"}, {"account_url": f"https://x/?sig={CANARY}&sv=1"}),
+    ],
+    ids=str,
 )
 def test_no_error_shows_a_secret_whatever_the_option(flaky: type[Flaky], options: dict[str, Any]) -> None:
     flaky.faults = {"/r/b": [PermissionError(f"refused: {options}")]}
