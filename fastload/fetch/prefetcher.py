@@ -199,6 +199,10 @@ class Prefetcher:
             self._work.notify_all()
         self._threads.join(_CLOSE_SECONDS)
         self._deferred.join(_CLOSE_SECONDS)
+        with self._lock:
+            late = list(self._reads.values())
+        for read in late:  # another dataset, or process, may read these now
+            self._samples.release(read)
         self._samples.close()
 
     # --- for the consumer

@@ -410,7 +410,9 @@ class SampleReads:
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body, read.index)
-        if self._cache is not None and key is not None and not self._closed:
+        if self._closed and self._cache is not None:
+            self._cache.close()  # modes that choose have asked it for its room
+        elif self._cache is not None and key is not None:
             if isinstance(payload, Unindexed):
                 # Not with `read`, which holds the payload: that would be a circle.
                 payload.bind(partial(self._write, key), partial(self._cache._unlock_inflight, key))
@@ -420,6 +422,8 @@ class SampleReads:
 
     def _write(self, key: bytes, file: Unindexed) -> None:
         assert self._cache is not None
+        if self._closed:
+            return
         self._cache.write(key, file.data, head=file.index() if self._cache._keeps(file.nbytes) else b"")
 
     # --- the requests to the store

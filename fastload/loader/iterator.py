@@ -65,7 +65,10 @@ class LoaderIterator(TorchIterator):
             self._position = context.position.begin(loader)
         with start.seeding(loader):
             super().__init__(loader)
-        self._take_shared_seed(None if start.resumed is None else start.resumed.shared_seed)
+        seed = None if start.resumed is None else start.resumed.shared_seed
+        if self._shared_seed is not None and seed is not None:  # a data pipe draws from the one of its state
+            self._shared_seed = seed
+            share_seed(self._dataset, seed)
         self._base_seed = int(self._base_seed) if start.base_seed is None else start.base_seed
         self._encoded = context.decoding is not None  # whether workers send images as they are
         self._device = new_device(loader, context)
@@ -217,7 +220,7 @@ class LoaderIterator(TorchIterator):
                     self._delivery.start(arrival)
         except BaseException:  # Ctrl-C; the batch that it met may be half transformed
             self._ended_by = WorkerError("an interruption ended this iterator: start a new one")
-            self.broken = self._engine.concurrent
+            self.broken = True
             raise
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
@@ -309,19 +312,13 @@ class LoaderIterator(TorchIterator):
         with torch.random.fork_rng(devices=[], enabled=resumed is not None and shared_seed is not None):
             super()._reset(loader, first_iter)
         if first_iter:  # the workers have begun with the seed of `__init__`
-            self._take_shared_seed(shared_seed)
+            self._shared_seed = shared_seed
         self._take_position(loader)
         self._start_epoch(loader)
         if previous is not None and previous.ran_on:
             # These workers' datasets went on after the break: only they know where this epoch begins.
             while self._reorder.waits_for_lanes():
                 self._receive()
-
-    def _take_shared_seed(self, seed: int | None) -> None:
-        """Let a data pipe draw from this seed, and not from the one that torch has just drawn."""
-        if self._shared_seed is not None and seed is not None:
-            self._shared_seed = seed
-            share_seed(self._dataset, seed)
 
     def _take_position(self, loader: Any) -> None:
         context, base_seed = self._context, int(self._base_seed)

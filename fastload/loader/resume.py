@@ -86,11 +86,12 @@ class IterationStart:
         # Ranks share the seed of a data pipe, and NCCL sends it from a device only.
         piped = isinstance(loader.dataset, IterDataPipe)
         on_host = contextlib.nullcontext() if piped else samplers.seeding()
-        undone = self.drawn and not (piped and self.resumed is None)  # a new epoch of a pipe has a new seed
-        generators = samplers.generators() if undone else {}
-        with on_host, torch.random.fork_rng(devices=[], enabled=undone):
+        generators = samplers.generators() if self.drawn else {}
+        with on_host, torch.random.fork_rng(devices=[], enabled=self.drawn):
             yield
         samplers.write_generators(generators)
+        if piped and self.order_was_undone and loader.num_workers == 0:  # with workers, `_reset` draws it
+            draw_seed(torch.default_generator if loader.generator is None else loader.generator)
 
 
 class LoaderPosition:

@@ -18,6 +18,7 @@ import itertools
 import json
 import mmap
 import os
+import re
 import struct
 import time
 import warnings
@@ -45,6 +46,7 @@ _MOST = 2**62  # run steps
 _MOST_RANKS = 2**31 - 1
 _MOST_OF_RUN = 400  # bytes of a "R"
 _LAST_TIME = 2.0**53
+_CANDIDATES = 1000  # that look like the head of a frame; the index 82 does too
 
 
 class RunBegins(NamedTuple):
@@ -196,7 +198,7 @@ def _walk(data: Any) -> Iterator[tuple[int, bytes, memoryview]]:
         body = view[at + _FRAME.size : end]
         if len(body) < size or _checksum(kind, body) != checksum:
             # A power cut may leave a file that is longer than what was written: zeros follow.
-            if _has_content(view[end:]):
+            if _has_content(view[end:]) or (len(body) < size and _has_frame(view[at + 1 :])):
                 raise DecodeError(
                     f"the sample log is damaged at byte {at:,} of {len(view):,}, and what follows is lost"
                 )
@@ -208,6 +210,18 @@ def _walk(data: Any) -> Iterator[tuple[int, bytes, memoryview]]:
 def _has_content(data: Any) -> bool:
     """Return whether there is a byte other than 0."""
     return bool(np.asarray(memoryview(data)).any())
+
+
+def _has_frame(view: memoryview) -> bool:
+    """Return whether a whole frame begins in it: the one before seems torn where its size is damaged."""
+    for match in itertools.islice(re.finditer(rb"[RS]\0{3}", view), _CANDIDATES):
+        rest = view[match.start() :]
+        if len(rest) >= _FRAME.size:
+            kind, size, checksum = _FRAME.unpack_from(rest)
+            body = rest[_FRAME.size : _FRAME.size + size]
+            if len(body) == size and _checksum(kind, body) == checksum:
+                return True
+    return False
 
 
 def _framed(kind: bytes, body: bytes) -> bytes:
@@ -320,7 +334,7 @@ class LogWriter:
             # Not in a `with`: an error keeps views of it, and it cannot be closed before them.
             content = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) if self._size else b""
             start = content[: _HEADER.size].rstrip(b"\0")
-            if header(rank).startswith(start) and not _has_content(content[_HEADER.size :]):
+            if header(rank).startswith(start) and not _has_content(memoryview(content)[_HEADER.size :]):
                 os.ftruncate(self._file, 0)  # it is empty, or torn in its header
                 self._size = 0
                 self._buffer.insert(0, header(rank))

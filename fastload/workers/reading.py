@@ -411,7 +411,9 @@ class ErrorPolicy:
                 self._note(asked[row], error)
             failed = {row for row, _ in errors}
             good = [row for row in range(len(indices)) if row not in failed]
-            repeats = self.on_error == "repeat" or not self._indexed
+            # A list names a batch that the dataset makes: no other sample can stand for it.
+            batches = any(isinstance(asked[row], list) for row in failed)
+            repeats = self.on_error == "repeat" or not self._indexed or batches
             if attempt == REPLACEMENTS or (repeats and not good):
                 error = errors[0][1]
                 which = "all of its batch" if repeats else f"the {attempt} that it was to replace"

@@ -228,10 +228,10 @@ class ThisProcess(Workers):
             self._counters.merge(counters)
             self._bad.extend(bad)
         except BaseException:  # Ctrl-C: as torch's, the iterator goes on with the batch after it
-            self._forget()
             self._lost.append(work.seq)
             raise
-        self._forget()
+        finally:
+            self._forget()
         return [arrival]
 
     def _announce(self) -> None:

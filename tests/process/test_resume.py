@@ -957,6 +957,28 @@ def test_shuffled_data_pipe(before: dict[str, Any], after: dict[str, Any], epoch
     assert list(resumed) == later
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["", "own generator"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str
+)
+def test_shuffled_data_pipe_resumed_between_epochs(options: dict[str, Any], own: bool) -> None:
+    def make(seed: int) -> fastload.DataLoader[Any]:
+        pipe = IterableWrapper(list(range(N))).shuffle().sharding_filter()
+        generator = torch.Generator().manual_seed(seed) if own else None
+        return loader(pipe, shuffle=True, generator=generator, **options)
+
+    torch.manual_seed(7)
+    run = make(1)
+    list(run)
+    state, generator = through_json(run.state_dict()), torch.get_rng_state()
+    later, at_the_end = [list(run) for _ in range(3)], torch.get_rng_state()
+    torch.set_rng_state(generator)
+    resumed = make(2)
+    resumed.load_state_dict(state)
+    assert [list(resumed) for _ in range(3)] == later
+    assert torch.equal(torch.get_rng_state(), at_the_end)
+
+
 def test_data_pipe_resumed_without_persistent_workers_shuffles_each_epoch() -> None:
     def make(**options: Any) -> fastload.DataLoader[Any]:
         return loader(IterableWrapper(list(range(N))).shuffle(), shuffle=True, **options)

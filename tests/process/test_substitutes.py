@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from fastload import DataLoader, ObjectDataset
 from fastload.errors import ArgumentError
@@ -37,6 +38,29 @@ def test_bad_sample_of_many_seeds_is_noted_once() -> None:
 def test_bad_sample_without_another_one_is_raised() -> None:
     with pytest.raises(ValueError, match="bad"):
         load(1, 0)
+
+
+class Batches(torch.utils.data.Dataset[list[int]]):
+    """Makes a batch of a list of indices; none with the sample 5."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, list):
+            return [self[one] for one in index]
+        if index == 5:
+            raise ValueError("bad")
+        return index
+
+
+@pytest.mark.parametrize("on_error", ["repeat", "replace"])
+def test_batch_that_the_dataset_makes_is_not_replaced_by_a_sample(on_error: str) -> None:
+    sampler = BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)
+    batches = iter(DataLoader(Batches(), batch_size=None, sampler=sampler, on_error=on_error))
+    assert next(batches) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="bad"):
+        next(batches)
 
 
 class Endless(torch.utils.data.Dataset[int]):

@@ -33,6 +33,7 @@ from fastload.store.local import LocalStore
 from tests.cachedata import segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, interrupt_when, wait_until
+from tests.photos import pillow_jpeg, scene
 from tests.shortform import stress
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
@@ -573,9 +574,9 @@ def test_concurrency_recovers_while_most_threads_are_idle(
 
 
 class Gated:
-    """Objects of 1000 bytes in fsspec's memory, those from `closed` on read only once the gate is open."""
+    """Objects in fsspec's memory, those from `closed` on read only once the gate is open."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, closed: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, closed: int, body: bytes = b"x" * 1000) -> None:
         monkeypatch.setattr("fastload.fetch.threads.SETTINGS", with_bytes(20_000))
         self.closed = closed
         self.gate = threading.Event()
@@ -590,7 +591,7 @@ class Gated:
             return cat_file(system, path, *arguments, **options)
 
         files = MemoryFileSystem()
-        files.pipe({f"/gated/{number:03d}": b"x" * 1000 for number in range(200)})
+        files.pipe({f"/gated/{number:03d}": body for number in range(200)})
         monkeypatch.setattr(MemoryFileSystem, "cat_file", read)
         self.dataset = ObjectDataset("memory://gated")
 
@@ -615,21 +616,27 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
     found.dataset.close()
 
 
+@pytest.mark.parametrize("mode", ["raw", "auto", "dct"])
 def test_read_that_ends_after_close_leaves_the_cache_closed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Any
 ) -> None:
-    gated = Gated(monkeypatch, 0)
-    cache = Cache(tmp_path / "cache", "raw")
-    dataset = ObjectDataset("memory://gated", cache=cache)
-    dataset.prefetch([0])
+    gated = Gated(monkeypatch, 0, pillow_jpeg(scene(16, 16)))
+    closed, other = (
+        ObjectDataset("memory://gated", transform=RandomResizedCrop(8), cache=Cache(tmp_path / "cache", mode))
+        for _ in range(2)
+    )
+    assert other.cache is not None and other.cache.info()["entries"] == 0
+    closed.prefetch([0])
     wait_until(lambda: bool(gated.begun), "it is being read")
-    dataset.close()
+    closed.close()
     before = set(threading.enumerate())
     gated.gate.set()
     wait_until(
         lambda: not any(one.name.startswith("fastload-read") and one.is_alive() for one in before), "it ended"
     )
-    assert not dataset.cache._is_open
+    assert not closed.cache._is_open
+    assert other.cache._lock_inflight(other._cache_keys(0)[0]), "another one may read the sample now"
+    other.close()
 
 
 def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> None:

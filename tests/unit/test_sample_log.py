@@ -120,13 +120,15 @@ def test_log_of_zeros_begins_anew(tmp_path: Path, size: int) -> None:
     assert len(steps(tmp_path)) == 5
 
 
-def test_damaged_log_is_named_and_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("byte", [20, 7], ids=["body", "size beyond the end"])
+def test_damaged_log_is_named_and_stays(tmp_path: Path, byte: int) -> None:
     """`prove` found two logs equal as far as the damage in one of them, and said no more."""
     for name in ("whole", "damaged"):
         list(loader_of(tmp_path / name))
     path = tmp_path / "damaged" / log_name(0)
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    _, _, third, *_ = (at for at, _ in frames(content))
+    content[third + byte] ^= 64
     path.write_bytes(content)
     result = command("prove", tmp_path / "whole", tmp_path / "damaged")
     assert result.exit_code == 2 and "is damaged at byte" in result.stderr
