@@ -46,10 +46,10 @@ def main() -> None:
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    epoch = resume(args.checkpoint, model, optimizer, loader)
+    epoch, first = resume(args.checkpoint, model, optimizer, loader)
 
     while epoch < args.epochs:
-        for step, (images, labels) in enumerate(loader):
+        for step, (images, labels) in enumerate(loader, first):
             # uint8 is copied; the device makes floats of it.
             images = normalize(images.to(device, non_blocking=True))
             loss = nn.functional.cross_entropy(model(images), labels.to(device, non_blocking=True))
@@ -58,10 +58,10 @@ def main() -> None:
             optimizer.step()
             if step % 20 == 0 and sampler.rank == 0:
                 print(f"epoch {epoch} step {step} loss {loss.item():.3f}", flush=True)
-                save(args.checkpoint, model, optimizer, loader, epoch)
-        epoch += 1
+                save(args.checkpoint, model, optimizer, loader, epoch, step + 1)
+        epoch, first = epoch + 1, 0
     if sampler.rank == 0:
-        save(args.checkpoint, model, optimizer, loader, epoch)
+        save(args.checkpoint, model, optimizer, loader, epoch, 0)
         print(loader.stats()["verdict"])
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -102,7 +102,7 @@ def small_network(classes: int) -> nn.Sequential:
     )
 
 
-def save(path: Path | None, model: nn.Module, optimizer: Any, loader: Any, epoch: int) -> None:
+def save(path: Path | None, model: nn.Module, optimizer: Any, loader: Any, epoch: int, step: int) -> None:
     if path is None:
         return
     temporary = path.with_suffix(".tmp")
@@ -111,20 +111,21 @@ def save(path: Path | None, model: nn.Module, optimizer: Any, loader: Any, epoch
         "optimizer": optimizer.state_dict(),
         "loader": loader.state_dict(),
         "epoch": epoch,
+        "step": step,
     }
     torch.save(state, temporary)
     temporary.replace(path)  # so a checkpoint is whole: the new one or the previous one
 
 
-def resume(path: Path | None, model: nn.Module, optimizer: Any, loader: Any) -> int:
-    """Restore the run in `path`, if there is one; returns the epoch to continue with."""
+def resume(path: Path | None, model: nn.Module, optimizer: Any, loader: Any) -> tuple[int, int]:
+    """Restore the run in `path`, if there is one; returns the epoch and the step to continue with."""
     if path is None or not path.exists():
-        return 0
+        return 0, 0
     state = torch.load(path, map_location="cpu", weights_only=True)
     getattr(model, "module", model).load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     loader.load_state_dict(state["loader"])
-    return int(state["epoch"])
+    return int(state["epoch"]), int(state["step"])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize, RandomResizedCrop
-from model import IMAGENET, MODELS, BlurPool, ResNet
+from model import IMAGENET, MODELS, BlurPool, ResNet, check_classes
 from ranks import Ranks
 from step import prepare_norms
 
@@ -208,6 +208,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     evaluation = make_loader(args, "val", CenterCrop(args.size, resize=round(args.size * 256 / 224)), False)
     training = make_loader(args, "train", RandomResizedCrop(args.size, flip=0.5), True)
+    check_classes(training.dataset, evaluation.dataset)
     network = load(args, list(training.dataset.classes))
     calibration = [
         inputs for inputs, _ in endless(training, args.calibrate) if len(inputs) == args.batch_size

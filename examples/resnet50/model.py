@@ -21,7 +21,9 @@ from fastload import ByEpoch, Cache, CenterCrop, ImageFolder, Normalize, RandomR
 from optim import by_epoch
 from step import AMP, Task, top1, top5
 
-__all__ = ["IMAGENET", "MODELS", "ResNet", "images", "load_pretrained", "options", "resnet"]
+__all__ = [
+    *("IMAGENET", "MODELS", "ResNet", "check_classes", "images", "load_pretrained", "options", "resnet"),
+]
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of each channel
 
@@ -79,6 +81,17 @@ def resnet(args: argparse.Namespace, dataset: ImageFolder) -> Task:
         batch_transform=lambda batch: (floats(batch[0]), batch[1]),
         record={"model": args.model, "classes": list(dataset.classes), **variant},
     )
+
+
+def check_classes(trained: Any, evaluated: Any) -> None:
+    """Raise SystemExit where two datasets have other classes: a label is the number of a class."""
+    ours, theirs = (getattr(dataset, "classes", None) for dataset in (trained, evaluated))
+    if ours != theirs:
+        only = [sorted(set(one or ()) - set(other or ())) for one, other in ((ours, theirs), (theirs, ours))]
+        raise SystemExit(
+            f"the classes of training and evaluation differ: only in the first are {only[0]}, only in the "
+            f"second {only[1]}. Make their folders alike: equal labels would be different classes"
+        )
 
 
 def load_pretrained(module: nn.Module, saved: dict[str, Any], path: Any) -> str:

@@ -30,7 +30,7 @@ import torch
 
 import ranks as distributed
 from fastload import DataLoader, DistributedSampler
-from model import images, load_pretrained, options, resnet
+from model import check_classes, images, load_pretrained, options, resnet
 from optim import Batches, LearningRate, make_optimizer, value_at
 from options import kept, parse, refuse_changes
 from ranks import Clock, Ranks, Report, StopVote
@@ -83,7 +83,9 @@ def run(
     run = Run(args, ranks, task, dataset, step, stop, report, clock, saved)
     evaluation = None
     if not (args.simulate_gpu_rate or args.no_eval):
-        evaluation = make_evaluation(input_fn(args, "eval"), task, args, ranks)
+        evaluated = input_fn(args, "eval")
+        check_classes(dataset, evaluated)
+        evaluation = make_evaluation(evaluated, task, args, ranks)
     add_extras(run, evaluation)
     run.train(evaluation)
     summary = report.finish({"targets": clock.targets, "time to target": clock.time_to_target})
@@ -163,6 +165,7 @@ class Run:
         self.recent: deque[Any] = deque(maxlen=norms)
         self.full: Any = None  # (inputs, targets): the last batch of full size of an epoch
         self.loader: Any = None
+        self.bad_before = 0.0
         self.stopped = False
         self.observers: list[Callable[[Run, Meter], dict[str, Any]]] = []  # each adds to an epoch's line
         self.mark: Callable[..., None] = lambda key, value=None, **metadata: None  # of MLPerf's log
@@ -205,6 +208,7 @@ class Run:
             self._read_again()
         meter = Meter(self.step.synchronize)
         self._prepare_loader()
+        self.bad_before = self._bad_samples()
         iterator = iter(self.loader)
         # Samples of this rank; the sampler pads, so all ranks have equally many.
         left = -(-(self.samples - self.progress.consumed) // self.ranks.size)
@@ -263,7 +267,8 @@ class Run:
         elif not self.args.simulate_gpu_rate:
             with self.step.averaged(list(self.recent)):
                 pass  # the checkpoint gets the statistics
-        line |= {"bad samples": len(self.loader.stats()["bad"]), **self.step.traffic()}
+        [bad] = self.ranks.sums(self._bad_samples() - self.bad_before)
+        line |= {"bad samples": round(bad), **self.step.traffic()}
         self.report.epoch(line, () if evaluation is None else tuple(metrics))
         now.epoch, now.consumed, now.trained = number, 0, 0
         self.step.loss_sum.zero_()
@@ -316,6 +321,10 @@ class Run:
         """The sum of the losses of each rank, so that a resumed run adds them up in the same order."""
         own = float(self.step.loss_sum)
         return self.ranks.sums(*[own if rank == self.ranks.rank else 0.0 for rank in range(self.ranks.size)])
+
+    def _bad_samples(self) -> float:
+        """Those that this rank's loader has replaced since it was made."""
+        return self.loader.stats()["counters"].get("bad.samples", 0.0)
 
     def _prepare_loader(self) -> None:
         """A new loader, with the state of the previous one, where the batch of a pass changes."""

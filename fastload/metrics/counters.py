@@ -141,7 +141,7 @@ class _Timed:
         self._range.__exit__(*error)
 
 
-_IDLE_INTERVAL = 0.5  # seconds
+_IDLE_INTERVAL = 1.0  # seconds
 
 
 @dataclass
@@ -213,6 +213,7 @@ class Meter:
             self._first = False
             waited = self._counters["wait.seconds"] - self._epoch.before.get("wait.seconds", 0)
             self._counters.add("wait.first_seconds", waited)
+        self._look_at_cores(self._epoch)  # now: after an epoch that is left early other work may follow
         if self.tick is not None:
             self.tick()
 
@@ -242,14 +243,18 @@ class Meter:
         return {name: value - epoch.before.get(name, 0) for name, value in self._counters.as_dict().items()}
 
     def _idle(self, epoch: _Epoch) -> float:
-        """Return the mean over the epoch, measured at most twice a second: it takes milliseconds."""
+        """Return the mean over the epoch, up to about its latest batch."""
         if epoch.idle_at_end is not None:
             return epoch.idle_at_end
-        now, (measured, idle) = time.perf_counter(), epoch.idle
-        if now - measured >= _IDLE_INTERVAL:
-            idle = self._measure_idle_cores(epoch)
-            epoch.idle = now, idle
-        return idle
+        if self._first:
+            self._look_at_cores(epoch)
+        return epoch.idle[1]
+
+    def _look_at_cores(self, epoch: _Epoch) -> None:
+        """Measure the idle cores at most once a second: it takes milliseconds."""
+        now = time.perf_counter()
+        if now - epoch.idle[0] >= _IDLE_INTERVAL:
+            epoch.idle = now, self._measure_idle_cores(epoch)
 
     def _measure_idle_cores(self, epoch: _Epoch) -> float:
         if self._cores is None:
@@ -262,8 +267,15 @@ class Meter:
 _WORKER_STAGES = ("get", "cache", "decode", "collate")
 
 
-def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
+def samples_per_batch(counters: Mapping[str, float]) -> float:
+    """Return the mean over the batches that were made."""
+    return counters.get("collate.samples", 0.0) / max(counters.get("collate.batches", 0.0), 1.0)
+
+
+def rates(counters: Mapping[str, float], seconds: float, batch_size: float | None = None) -> dict[str, float]:
     """Return the rates of some counters over `seconds`, as flat numbers for TensorBoard or Prometheus.
+
+    `batch_size`: samples of a batch, where `seconds` are too few for as many to be made as are handed over.
 
     <stage>.samples_per_second, <stage>.bytes_per_second   for every stage that counts them
     loader.samples_per_second, loader.batches_per_second   handed to the consumer
@@ -288,8 +300,8 @@ def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
 
     batches = get("wait.batches")
     gauges["loader.batches_per_second"] = batches / seconds
-    per_batch = share(get("collate.samples"), get("collate.batches"))
-    gauges["loader.samples_per_second"] = batches * per_batch / seconds
+    batch_size = samples_per_batch(counters) if batch_size is None else batch_size
+    gauges["loader.samples_per_second"] = batches * batch_size / seconds
     stages = (*_WORKER_STAGES, "idle")
     busy = sum(get(f"{stage}.seconds") for stage in stages)
     gauges |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}

@@ -226,26 +226,38 @@ def usable_bytes(root: str = "/") -> int:
     total = _field(top / "proc/meminfo", "MemTotal")
     if total is None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for folder in control_groups("memory", top):
-        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2: "max" is no limit; version 1
-            with contextlib.suppress(OSError, ValueError):
-                total = min(total, int((folder / name).read_text()))
-    return total
+    return min([total, *(limit for limit, _ in _memory_limits(top))])
 
 
 def memory_for_pages(root: str = "/") -> int:
     """Return bytes of memory that can hold pages of files: what is free, or the pages of other files.
 
-    Where a control group (version 2) has a limit, no more than what that leaves.
+    Where a control group has a limit, no more than what that leaves.
     """
     memory = _field(Path(root) / "proc/meminfo", "MemAvailable") or 0
-    group = Path(root) / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError):  # no limit reads as "max"
-        limit = int((group / "memory.max").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat.get("file", 0))
-        memory = min(memory, max(0, limit - used))
-    return memory
+    return min([memory, *(max(0, limit - used) for limit, used in _memory_limits(Path(root)))])
+
+
+# Files of a control group, of version 2 and 1: its limit, its use; and the pages of files in memory.stat.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use without pages of files) of each control group of ours that has a limit."""
+    for folder in control_groups("memory", root):
+        for limit, use, pages in _MEMORY_FILES:
+            used = 0
+            try:
+                most = int((folder / limit).read_text())  # no limit reads as "max"
+                with contextlib.suppress(OSError, ValueError):
+                    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    used = int((folder / use).read_text()) - int(stat.get(pages, 0))
+            except (OSError, ValueError):
+                continue
+            yield most, used
 
 
 def anonymous_bytes() -> int:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fastload.errors import ArgumentError, printable
 from fastload.metrics.bottleneck import explain_bottleneck
-from fastload.metrics.counters import rates
+from fastload.metrics.counters import rates, samples_per_batch
 from fastload.metrics.exporters import Export
 
 if TYPE_CHECKING:
@@ -208,7 +208,9 @@ class _View:
         counters = self._loader._context.counters.as_dict()
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
-        gauges = self._loader._context.meter.gauges() | rates(added, now - then)
+        meter = self._loader._context.meter
+        batch_size = samples_per_batch(meter.counters())
+        gauges = meter.gauges() | rates(added, now - then, batch_size)
         sentence = (
             explain_bottleneck(added, gauges, live=True)
             if added.get("wait.batches")
@@ -220,7 +222,7 @@ class _View:
             else:
                 self._console.print(_line(gauges, sentence), soft_wrap=True, markup=False, highlight=False)
         except (OSError, ValueError):  # the terminal went away, or was closed
-            self._loader._context.meter.tick = None
+            meter.tick = None
 
 
 def _line(gauges: Mapping[str, float], sentence: str) -> str:

@@ -88,7 +88,8 @@ class BudgetSampler(DistributedSampler):
         pack: fill each batch up to the budget with whole samples, whose sizes are whole numbers: best fit,
             the largest first, within windows of the shuffled order. See `fastload.PackTokens`.
         together: number of neighbouring batches whose samples have the same bucket and similar sizes. Give
-            the number of ranks: no rank then waits for one with longer samples, except in the last steps.
+            the number of ranks: no rank then waits for one with longer samples, except in the few steps that
+            are made of what is left of the buckets and sizes.
         num_replicas, rank, seed: as for `DistributedSampler`.
         shuffle: draw batches and their samples from a permutation of (seed, epoch); else both are in the
             order of the indices, as far as sizes allow.

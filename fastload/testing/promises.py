@@ -165,7 +165,8 @@ def _values(value: Any, kind: str) -> _Values | None:
         return _Values(shown, str(value.dtype), value.shape, value.tobytes())
     image = sys.modules.get("PIL.Image")
     if image is not None and isinstance(value, image.Image):
-        return _Values(f"{value.mode} image", "uint8", np.asarray(value).shape, value.tobytes())
+        pixels = np.asarray(value)
+        return _Values(f"{value.mode} image", str(pixels.dtype), pixels.shape, pixels.tobytes())
     return None
 
 
@@ -214,13 +215,22 @@ def not_promised(why: str) -> NoReturn:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed a block: the process's generators (torch's of the CPU, Python's, numpy's) begin with this seed."""
+def seeded(seed: int) -> Iterator[Callable[[], bool]]:
+    """Seed a block: the process's generators (torch's of the CPU, Python's, numpy's) begin with this seed.
+
+    The value is a function that tells whether the block has drawn from one of them so far.
+    """
     with GeneratorStates():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        yield
+        before = _generators()
+        yield lambda: _generators() != before
+
+
+def _generators() -> Hashable:
+    numpys = pickle.dumps(np.random.get_state())
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys
 
 
 def as_it_is(samples: Any) -> Any:

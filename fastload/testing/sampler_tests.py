@@ -101,12 +101,12 @@ class SamplerTests:
     # --- which order
 
     def test_same_seed_and_epoch_give_the_same_order(self) -> None:
-        for epoch in (0, 1):
-            first, second = (self._epoch(self._ready(epoch)) for _ in range(2))
+        for epoch, (rank, world) in itertools.product((0, 1), self._each_rank()):
+            first, second = (self._epoch(self._ready(epoch, rank, world)) for _ in range(2))
             if first != second:
                 broken(
                     "two samplers with the same seed and epoch give the same order",
-                    f"in epoch {epoch} {_first_unlike(first, second)}",
+                    f"in epoch {epoch} of {_rank(rank, world)} {_first_unlike(first, second)}",
                     "make the order from (seed, epoch) only, by a generator that is made for it",
                 )
 
@@ -144,30 +144,39 @@ class SamplerTests:
 
     def test_state_resumes_with_the_next_index(self) -> None:
         """By a loader, which resumes a sampler without a state by drawing again."""
-        loader = self._loader(self._ready(0))
+        for rank, world in self._each_rank():
+            self._check_resume(rank, world)
+
+    # --- what these are made of
+
+    def _each_rank(self) -> list[tuple[int, int]]:
+        """Return (rank, number of ranks): of one rank, and of the most that are tried."""
+        most = self.world_sizes[-1]
+        return sorted({(0, 1), *((rank, most) for rank in range(most))})
+
+    def _check_resume(self, rank: int, world: int) -> None:
+        loader = self._loader(self._ready(0, rank, world))
         states, expected = [(loader.state_dict(), 0)], []
         with seeded(SEED):
             for batch in loader:
                 expected += batch
                 states.append((loader.state_dict(), len(expected)))
         for state, start in states:
-            resumed = self._resumed(state)
+            resumed = self._resumed(state, rank, world)
             with seeded(SEED):
                 seen = list(next(iter(resumed), []))
                 state = resumed.state_dict()
             if seen:  # what was resumed is saved, and resumed; at its end it would be the next epoch
                 with seeded(SEED):
-                    seen += [index for batch in self._resumed(state) for index in batch]
+                    seen += [index for batch in self._resumed(state, rank, world) for index in batch]
             if seen != expected[start:]:
                 broken(
                     "a resumed run gives exactly the indices that were not delivered",
-                    f"resumed after {start} indices, and one batch later again, "
+                    f"{_rank(rank, world)} resumed after {start} indices, and one batch later again, "
                     f"{_first_unlike(seen, expected[start:])}",
                     "let state_dict() return a copy of all that the order depends on, and the iteration "
                     "after load_state_dict() go on there; without a state, give one order for one epoch",
                 )
-
-    # --- what these are made of
 
     def _ranks(self, world: int) -> list[Any]:
         return [self.make(rank, world) for rank in range(world)]
@@ -196,8 +205,8 @@ class SamplerTests:
         options = {"batch_sampler": sampler} if batches else {"sampler": sampler, "batch_size": 3}
         return loader_of(range(self.length), **options)
 
-    def _resumed(self, state: dict[str, Any]) -> Any:
-        loader = self._loader(self._ready(0))
+    def _resumed(self, state: dict[str, Any], rank: int, world: int) -> Any:
+        loader = self._loader(self._ready(0, rank, world))
         loader.load_state_dict(pickle.loads(pickle.dumps(state)))
         return loader
 

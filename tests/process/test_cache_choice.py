@@ -455,15 +455,27 @@ def test_disk_measurement_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_memory_for_pages_obeys_the_control_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ours", "folder", "limit", "use", "pages"),
+    [
+        ("0::/", "", "memory.max", "memory.current", "file"),
+        ("0::/job/step", "job", "memory.max", "memory.current", "file"),
+        ("5:memory:/", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ],
+    ids=["container", "parent, as of SLURM", "version 1"],
+)
+def test_memory_for_pages_obeys_the_control_groups(
+    ours: str, folder: str, limit: str, use: str, pages: str, tmp_path: Path
+) -> None:
     assert memory_for_pages(str(tmp_path)) == 0
-    group = tmp_path / "sys/fs/cgroup"
+    group = tmp_path / "sys/fs/cgroup" / folder
     group.mkdir(parents=True)
-    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{ours}\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    (group / "memory.max").write_text("max\n")
+    (group / limit).write_text("max\n")
     assert memory_for_pages(str(tmp_path)) == 8000 << 10
-    (group / "memory.max").write_text(f"{5000 << 10}\n")
-    (group / "memory.current").write_text(f"{3000 << 10}\n")
-    (group / "memory.stat").write_text(f"anon 1\nfile {1000 << 10}\n")
+    (group / limit).write_text(f"{5000 << 10}\n")
+    (group / use).write_text(f"{3000 << 10}\n")
+    (group / "memory.stat").write_text(f"anon 1\n{pages} {1000 << 10}\n")
     assert memory_for_pages(str(tmp_path)) == 3000 << 10

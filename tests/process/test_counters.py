@@ -242,6 +242,16 @@ def test_wait_for_an_error_is_no_step_of_the_consumer() -> None:
     assert 0.2 <= counters["wait.seconds"] > counters["consumer.seconds"]
 
 
+def test_what_follows_an_epoch_that_was_left_early_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = 0.0
+    monkeypatch.setattr(Cores, "busy_seconds", lambda cores: busy)
+    monkeypatch.setattr("fastload.metrics.counters._IDLE_INTERVAL", 0.0)
+    loader = DataLoader(Work(32, 0.01), 4, num_workers=2)
+    next(iter(loader))
+    idle, busy = loader.stats()["rates"]["node.idle_cores"], 100.0
+    assert loader.stats()["rates"]["node.idle_cores"] == idle > 0
+
+
 def test_rates_are_of_the_epoch_that_ran_last() -> None:
     dataset = Work(32, 0.01)
     loader = DataLoader(dataset, 4, num_workers=2, persistent_workers=True)

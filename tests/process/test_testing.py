@@ -84,6 +84,13 @@ class Good:
         return {"number": index, "noise": torch.rand(2), "python": random.random(), "numpy": np.random.rand()}
 
 
+class Coins(Good):
+    """Some fall alike with all the seeds of the tests."""
+
+    def sample(self, index: int) -> Any:
+        return index, bool(torch.rand(1) < 0.5)
+
+
 class Numbers(Good):
     def sample(self, index: int) -> Any:
         return index
@@ -369,6 +376,15 @@ class ByChance(Parts):
         return iter(np.random.default_rng().permutation(list(self.part())).tolist())
 
 
+class OwnNumbers(Parts):
+    """Samples draw, so that their keys are compared elsewhere."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = random.Random()
+        for number in super().__iter__():
+            yield number, generator.random()
+
+
 class WrongState(Parts):
     """Its state is one sample behind."""
 
@@ -396,6 +412,9 @@ class OfIterable(IterableDatasetTests):
     def make(self) -> Any:
         return type(self).kind()
 
+    def identify(self, sample: Any) -> Any:
+        return sample[0] if isinstance(sample, tuple) else None
+
 
 ITERABLE: list[Any] = [
     (
@@ -406,6 +425,7 @@ ITERABLE: list[Any] = [
     (OnePass, "test_next_epoch_gives_all_samples_again", r"once in the first epoch, and not at all in the"),
     (WithLength, "test_length_if_any_is_the_number_of_samples", r"len\(\) is 11, there are 10"),
     (ByChance, "test_same_seed_gives_the_same_samples", r"sample \d is \d at first with num_workers=0"),
+    (OwnNumbers, "test_same_seed_gives_the_same_samples", r"sample 0 at \[1\] is 0\.\d+ at first with"),
     (WrongState, "test_state_resumes_with_the_next_sample", r"sample 4 is 4 in the whole run, and 3 resumed"),
 ]
 
@@ -506,6 +526,25 @@ class AheadState(Order):
         self.start = state["at"]
 
 
+class ForgetsRanks(Order):
+    """Its state is an index of this rank, and is taken for one of all."""
+
+    start = at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self.start = self.start, 0
+        for place in range(self.rank + self.at, N, self.ranks):
+            self.at += 1
+            yield self.order()[place]
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = self.at = state["at"]
+
+
 class OfSampler(SamplerTests):
     length = N
     kind: Callable[[int, int], Any]
@@ -521,10 +560,11 @@ SAMPLERS: list[Any] = [
     (Tensors, "test_indices_are_those_of_the_dataset", r"number 0 of rank 0 of 1 is tensor\(\d\)"),
     (TooLong, "test_length_is_what_an_epoch_gives", r"len\(\) of rank 0 of 2 is 10, and an epoch has 5"),
     (GoesOn, "test_epoch_left_early_does_not_shorten_the_next", r"rank 0 of 3 had 2 in place of 4"),
-    (NoSeed, "test_same_seed_and_epoch_give_the_same_order", r"in epoch 0 index number \d is \d, where"),
+    (NoSeed, "test_same_seed_and_epoch_give_the_same_order", r"in epoch 0 of rank 0 of 1 index number \d is"),
     (ForgetsEpoch, "test_next_epoch_has_another_order", r"epochs 0 and 1 both begin with \d, \d, \d"),
     (History, "test_set_epoch_gives_the_order_of_that_epoch", r"by set_epoch\(1\) after epoch 3"),
     (AheadState, "test_state_resumes_with_the_next_index", r"resumed after 0 indices, and one batch later"),
+    (ForgetsRanks, "test_state_resumes_with_the_next_index", r"rank 0 of 3 resumed after 0 indices, and one"),
 ]
 
 
@@ -533,6 +573,16 @@ SAMPLERS: list[Any] = [
 
 def noise(image: Any) -> Any:
     return torch.from_numpy(np.array(image)).float() + torch.rand(())
+
+
+def coin(image: Any) -> Any:
+    """Falls alike with seeds 1 and 2."""
+    return torch.rand(1) < 0.5
+
+
+def hidden_coin(image: Any) -> Any:
+    torch.rand(1)
+    return image.size
 
 
 class OwnNoise:
@@ -580,13 +630,19 @@ TRANSFORMS: list[Any] = [
     (
         lambda: noise,
         "test_another_seed_gives_other_random_numbers",
-        r"with seed 1, and .* with seed 2",
+        "results differ with seeds 1 and 2",
+        {"random": False},
+    ),
+    (
+        lambda: hidden_coin,
+        "test_another_seed_gives_other_random_numbers",
+        "a generator has moved on",
         {"random": False},
     ),
     (
         lambda: np.asarray,
         "test_another_seed_gives_other_random_numbers",
-        "all results are the same with seed 1 and with seed 2",
+        "all results are the same with seed 1 and with 32 others",
         {"random": True},
     ),
     (lambda: paints, "test_input_stays_as_it_is", r"input 0 at \[0, 0, 0\] is \d+ before, and 0"),
@@ -793,6 +849,8 @@ def test_process_whose_name_is_no_text_is_found_too() -> None:
 
 def test_what_has_no_fault_passes() -> None:
     passes(of_kind(OfFork, Good, random=True))
+    passes(of_kind(OfFork, Coins))
+    passes(of_kind(OfTransform, lambda: coin, random=True))
     for of, kind in ((OfIterable, Parts), (OfSampler, Order), (OfStore, InMemory)):
         passes(of_kind(of, kind))
 

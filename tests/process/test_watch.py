@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_elsewhere_one_line_from_time_to_time() -> None:
     for _ in fastload.watch(DataLoader(Numbers(500)), console=out, interval=SOON):
         pass
     assert len(text(out).splitlines()) == 500
+
+
+def test_rate_is_of_the_batches_that_were_handed_over() -> None:
+    """Those that were made in the same interval may be none."""
+    out = console(terminal=False)
+    loader = DataLoader(Numbers(30), 2, num_workers=2, prefetch_factor=8)
+    for _ in fastload.watch(loader, interval=SOON, console=out):
+        time.sleep(0.01)
+    assert not [line for line in text(out).splitlines() if line.startswith("fastload: 0 samples/s")]
 
 
 def test_no_thread_and_no_cursor_left_hidden() -> None:

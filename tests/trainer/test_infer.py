@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ import fastload
 from tests.resnet50 import RESNET50  # puts examples/resnet50 on sys.path
 
 import infer  # isort: skip
-from model import MODELS, ResNet  # isort: skip
+from model import MODELS, ResNet, check_classes  # isort: skip
 from tests.patience import PATIENCE
 
 ROOT = Path(fastload.__file__).parents[1]
@@ -151,6 +152,13 @@ def test_another_checkpoint_is_refused_in_words(tmp_path: Path, record: dict[str
     args = infer.parse([str(tmp_path / "checkpoint.pt"), "there"])
     with pytest.raises(SystemExit, match=message):
         infer.load(args, ["cat"])
+
+
+def test_other_classes_to_evaluate_are_refused_by_name() -> None:
+    trained, evaluated = (argparse.Namespace(classes=classes) for classes in (["a", "b", "c"], ["b", "c"]))
+    check_classes(trained, trained)
+    with pytest.raises(SystemExit, match=r"only in the first are \['a'\], only in the second \[\]"):
+        check_classes(trained, evaluated)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=["b", "d", "blur"])

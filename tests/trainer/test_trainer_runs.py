@@ -23,6 +23,7 @@ from tests.patience import PATIENCE, wait_until
 from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 from tests.scripts import Scripts, serve_scripts
 
+import train  # isort: skip
 from extras.pictures import make_pictures  # isort: skip
 
 UPDATES = SAMPLES // BATCH  # of an epoch
@@ -374,6 +375,17 @@ def test_six_files_are_a_trainer(scripts: Scripts, tmp_path: Path) -> None:
     assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in simulated.stderr
 
 
+def test_bad_samples_of_an_epoch_are_those_of_this_epoch(tmp_path: Path) -> None:
+    make_pictures(tmp_path / "train", 24, 0)
+    for path in sorted((tmp_path / "train").rglob("*.jpg"))[:2]:
+        path.write_bytes(b"damaged")
+    options = ["--model", "small", "--resolution", "32", "--batch-size", "6", "--epochs", "3", "--no-eval"]
+    options += ["--num-workers", "0", "--ceiling-steps", "0", "--device", "cpu", "--warmup", "0"]
+    words = [str(tmp_path), "--out", str(tmp_path / "out"), *options]
+    train.run(train.images, train.resnet, add_options=train.options, arguments=words)
+    assert [line["bad samples"] for line in epochs_of(tmp_path)] == [2, 2, 2]
+
+
 def test_the_page_to_start_from(scripts: Scripts, tmp_path: Path) -> None:
     """examples/train.py trains alone, and refuses to be one of several ranks that have not joined."""
     make_pictures(tmp_path / "train", 64, 0)
@@ -381,6 +393,7 @@ def test_the_page_to_start_from(scripts: Scripts, tmp_path: Path) -> None:
     script += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", tmp_path / "run.pt"]
     alone, ranked = scripts.run_files((script, {}), (script, {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}))
     assert alone.returncode == 0, alone.stderr
-    assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert (saved["epoch"], saved["step"]) == (1, 0)
     assert ranked.returncode == 1
     assert "one of several ranks: start them with torchrun" in ranked.stderr

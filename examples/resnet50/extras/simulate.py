@@ -125,7 +125,7 @@ class SyntheticLoader:
             left -= self.batch_size
 
     def stats(self) -> dict[str, Any]:
-        return {"verdict": "no loader: one batch stays on the device", "bad": []}
+        return {"verdict": "no loader: one batch stays on the device", "counters": {}}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
