@@ -27,7 +27,7 @@ from fastload.datasets.fingerprint import describe, own_text
 from fastload.datasets.sample_fields import RecordFields
 from fastload.datasets.sample_transforms import NO_IMAGES, KeptImages, images_kept, is_cropped, is_lenient
 from fastload.errors import ArgumentError
-from fastload.formats.sample import dump, load
+from fastload.formats.sample import dump, load, own_bytes
 from fastload.images.decode import Unindexed, with_rows
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
@@ -308,4 +308,4 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _own_bytes(value: Any) -> Any:
     if isinstance(value, Unindexed):  # its record cannot wait for a sample: other fields are in it too
         return bytes(with_rows(value.data))
-    return bytes(value) if isinstance(value, memoryview) else value
+    return own_bytes(value)

@@ -125,6 +125,13 @@ def load(record: Any, *, readonly: bool = False) -> Any:
     return value
 
 
+def own_bytes(value: Any) -> Any:
+    """Return a value with bytes of its own in place of a view, and of those within dicts."""
+    if type(value) is dict:
+        return {name: own_bytes(part) for name, part in value.items()}
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
 def _write(out: _Record, value: Any, path: str, depth: int) -> None:
     write = _WRITERS.get(type(value))
     if write is None and isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):

@@ -39,6 +39,7 @@ _ZEROS = bytes(BLOCK)
 # Of the extended headers before one member. All are parsed again as more of them arrives: a chain of
 # them without a limit would take quadratic time. tar writes at most four.
 _MOST_META, _MOST_HEADERS = 1 << 20, 16  # bytes, headers
+_MOST_SKIPPED = 1 << 20  # bytes
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _PAX = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
@@ -67,7 +68,7 @@ class TarSplitter(Splitter):
 
     def _begin(self) -> None:
         """Begin a new sample with the next byte."""
-        self._at = 0  # of the next header, from the sample's begin
+        self._at = self._stop = 0  # of the next header, and behind the last member, from the sample's begin
         self._key = ""
         self._extensions: set[str] = set()
         self._error = ""
@@ -75,7 +76,8 @@ class TarSplitter(Splitter):
     def next(self) -> Record | None:
         pieces = self._pieces
         while not self.over:
-            if not self._key and 0 < self._at <= pieces.available:  # members that belong to no sample
+            # Members that belong to no sample begin the next one, as index files have it. Not large ones.
+            if not self._key and _MOST_SKIPPED < self._at <= pieces.available:
                 pieces.skip(self._at)
                 self._at = 0
             try:
@@ -84,6 +86,8 @@ class TarSplitter(Splitter):
                 return self._last(error)
             if found is None and not pieces.closed:
                 return None
+            if found is None and not pieces.offset and not pieces.available:
+                return self._last(DecodeError("the shard is empty: a tar has its end mark at least"))
             if found is None or found.end == self._at:  # the end of the shard
                 self.over = True
                 return self._record() if self._key else None
@@ -140,11 +144,11 @@ class TarSplitter(Splitter):
         if member.refused:
             self._error = f"member {member.name!r} is {member.refused}"
         self._extensions.add(extension)
-        self._at = member.end
+        self._at = self._stop = member.end
 
     def _record(self) -> Record:
-        """Return the sample up to `_at`."""
-        pieces, size = self._pieces, self._at
+        """Return the sample up to the end of its last member."""
+        pieces, size = self._pieces, self._stop
         offset, view, error = pieces.offset, pieces.peek(size), self._error
         pieces.skip(size)
         self._begin()

@@ -40,14 +40,14 @@ _GLOB = re.compile(r"[*?\[\]{}]")
 
 
 class ShardList:
-    """Shards in the order of their keys, unless `in_order`.
+    """Shards in the order in which they are named; those of a prefix or a glob in the order of their keys.
 
     Args:
         urls: see `shards.names`.
         form: of the shards; it knows them below a prefix by their names.
         cache, listing_max_age: where listings are kept, and how old one may be.
         storage_options: for `open_store`.
-        in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
+        files: each of `urls` is one file, whatever its name.
 
     Attributes:
         store: where the shards are.
@@ -66,13 +66,13 @@ class ShardList:
         listing_max_age: float | str,
         storage_options: dict[str, Any] | None,
         *,
-        in_order: bool = False,
+        files: bool = False,
     ) -> None:
         self._compressed = form.compressed
         self._listings = Listings.of(cache, listing_max_age)
         self._options = with_budget(storage_options)
         names, counts = _through_index(urls, self._options)
-        named = resolve(names, form, files=in_order)
+        named = resolve(names, form, files=files)
         self.store, self._manifest = self._find(named)
         self.cacheable = not self._manifest.why_not_cached(self.store)
         keys = [self._manifest.key(number) for number in range(len(self._manifest))]
@@ -80,10 +80,10 @@ class ShardList:
         self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
         if not self._rows:
             raise ArgumentError(f"{named.root!r}: only index files there, and none is {form.words}")
-        prefix = f"{named.root}/"
-        if in_order:
-            position = {os.fspath(name).removeprefix(prefix): number for number, name in enumerate(names)}
+        if named.keys:
+            position = {key: number for number, key in enumerate(named.keys)}
             self._rows.sort(key=lambda row: position[keys[row]])
+        prefix = f"{named.root}/"
         by_key = {name.removeprefix(prefix): count for name, count in counts.items() if count is not None}
         self.counts = {
             shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key
@@ -399,5 +399,5 @@ def list_shards(
     if _GLOB.search(root):
         raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
     urls = [f"{root}/{check_name(name, root)}" for name in entries]
-    shards = ShardList(urls, form, *how_listed, in_order=True)
+    shards = ShardList(urls, form, *how_listed, files=True)
     return shards, {shards[number].key: entry for number, entry in enumerate(entries.values())}

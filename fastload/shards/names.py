@@ -33,11 +33,13 @@ _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:
 class Named(NamedTuple):
     """Named shards: the URL that holds all of them, and the selection of its objects.
 
+    `keys`: in the order in which they are named; empty where a prefix or a glob names some.
     `alone`: the name taken as one file, if it may be a prefix as well as a file without a known ending.
     """
 
     root: str
     selection: Selection
+    keys: tuple[str, ...] = ()
     alone: Named | None = None
 
 
@@ -80,7 +82,7 @@ def resolve(
     selection = Selection("|".join([*patterns, _INDEX_FILES]), required, heads)
     if globs:
         selection = selection._replace(wanted=f"matched by {', '.join(map(repr, globs))}")
-    return Named(root or ".", selection)
+    return Named(root or ".", selection, () if globs else tuple(keys))
 
 
 def _prefix(name: str, form: ShardFormat) -> Named:
@@ -95,7 +97,7 @@ def _prefix(name: str, form: ShardFormat) -> Named:
     if base and not directory.endswith(":/"):
         root = directory or ("/" if name.startswith("/") else ".")
         alone = Named(root, Selection("(?!)", (base,), heads=True))
-    return Named(name, Selection(pattern, wanted=form.words), alone)
+    return Named(name, Selection(pattern, wanted=form.words), alone=alone)
 
 
 def is_index(key: str) -> bool:

@@ -137,7 +137,10 @@ def _holds(condition: Condition, column: Any) -> Any:
         if operator in _MEMBER:
             # A float32 is compared as a double, as `=` and the statistics of a row group have it.
             kind = pa.float64() if pa.types.is_floating(column.type) else column.type
-            found = pc.is_in(column.cast(kind), value_set=pa.array(list(value), kind))
+            values = list(value)
+            if pa.types.is_integer(kind):  # to which Arrow would cut a float
+                values = [one for one in values if not isinstance(one, float) or one.is_integer()]
+            found = pc.is_in(column.cast(kind), value_set=pa.array(values, kind))
             return found if operator == "in" else pc.invert(found)
         # Arrow takes an int for an int64, and would cast a column of uint64 to it.
         unsigned = pa.types.is_uint64(column.type) and type(value) is int and value >= 0

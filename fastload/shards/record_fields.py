@@ -20,6 +20,7 @@ from fastload.checks import refuse_class
 from fastload.datasets.sample_fields import RecordFields, Shape
 from fastload.datasets.sample_transforms import FieldTransforms, always_fused
 from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.sample import own_bytes
 from fastload.images.transforms import is_fused
 
 NAME_IT = "name the image in fields=, without a function for it in decode="  # of a transform that lacks one
@@ -133,7 +134,7 @@ class ChosenFields(RecordFields):
                 value = found[name]
                 if len(leaf.names) == 1 or self._fields.is_image(name):
                     return value
-                return name, bytes(value) if isinstance(value, memoryview) else value
+                return name, own_bytes(value)
         if leaf.optional:
             return None
         sample = f"sample {found['__key__']!r}" if "__key__" in found else "the record"
@@ -270,7 +271,7 @@ class ColumnFields(RecordFields):
         column = self.columns[name]
         opener = self._openers[name]
         if column in self._decoded:
-            return opener(bytes(value) if isinstance(value, memoryview) else value)
+            return opener(own_bytes(value))
         try:
             return opener(value)
         except DecodeError as error:

@@ -29,7 +29,7 @@ from fastload.fetch.reads import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
-from fastload.formats.sample import dump, load
+from fastload.formats.sample import dump, load, own_bytes
 from fastload.images.decode import decode_pil, is_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId
@@ -404,7 +404,7 @@ class ParquetFields(ColumnFields):
     def __init__(self, schema: Any, shape: Shape | None, decode: Any) -> None:
         kinds = {field.name: field.type for field in schema}
         columns = {
-            name: Column(str(kind), _own_bytes, may_be_image=is_file(kind) or _is_binary(kind))
+            name: Column(str(kind), own_bytes, may_be_image=is_file(kind) or _is_binary(kind))
             for name, kind in kinds.items()
         }
         split = functools.partial(_split_row, [name for name, kind in kinds.items() if is_file(kind)])
@@ -438,10 +438,6 @@ class ParquetFields(ColumnFields):
         return (
             self.columns[name] in self._sure or not isinstance(value, bytes | memoryview) or is_image(value)
         )
-
-
-def _own_bytes(value: Any) -> Any:
-    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _split_row(files: list[str], payload: memoryview) -> dict[str, Any]:

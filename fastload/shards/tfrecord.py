@@ -10,6 +10,7 @@ from fastload.cache import Cache, as_cache
 from fastload.datasets.sample_fields import RecordFields, still_encoded
 from fastload.datasets.sample_transforms import always_fused
 from fastload.errors import ArgumentError, shorten_errors
+from fastload.formats.sample import own_bytes
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.transforms import is_fused
 from fastload.shards.catalog import ShardList
@@ -74,7 +75,7 @@ class ExampleFields(NamedFields):
         return self._images
 
     def open(self, name: str, value: Any) -> Any:
-        return bytes(value) if isinstance(value, memoryview) else value
+        return own_bytes(value)
 
     def open_image(self, value: Any) -> Any:
         return still_encoded(value)

@@ -41,9 +41,9 @@ class TokenDataset(StoreDataset):
     and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes of each tell which,
     so the constructor makes one request per object. All objects of a dataset are of one kind.
 
-    In the order of their keys the objects are laid end to end, so a sample may begin in one and end in the
-    next. Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and
-    not used: `tokens - (len(dataset) * block + overlap)` tokens.
+    The objects are laid end to end, in the order of a list or else of their keys, so a sample may begin in
+    one and end in the next. Sample i has the tokens from `i * block` on. What is left at the end is smaller
+    than a sample and not used: `tokens - (len(dataset) * block + overlap)` tokens.
 
     With `documents=` a sample is a document in place of that; one that is longer than `block` is cut into
     several samples. They have different lengths: `sizes` has these for a `BudgetSampler`, and `PackTokens`

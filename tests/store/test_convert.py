@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from data.make_shards import COUNT, FILES, HERE, features
+from PIL import Image
 
 import fastload
 from fastload.cli.convert import shard_set
@@ -26,6 +27,7 @@ from fastload.formats.tfrecord import TFRecordSplitter, TFRecordWriter, encode_e
 from tests.bucketdata import Bucket
 from tests.commands import command, run, start, store_words
 from tests.patience import PATIENCE, wait_until
+from tests.photos import png
 from tests.sharddata import write
 
 IMAGES, CLASSES = 60, 3
@@ -460,6 +462,23 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_samples_of_several_images_are_the_same_as_examples_and_back() -> None:
+    from fastload.cli.convert.sample_forms import Sample, as_features, as_members
+
+    images = {
+        name: png(Image.new("L", (1, 1), at)) for at, name in enumerate(("png", "seg.png", "mask.jpeg"))
+    }
+    record = encode_example(as_features(Sample("0001", {"cls": b"7", **images})))
+    assert dict(as_members(Sample("", {}, memoryview(record))).members) == {"cls": b"7", **images}
+
+
+def test_folder_that_webdataset_passes_over_gets_another_key() -> None:
+    from fastload.cli.convert.sample_forms import member_key
+
+    assert member_key("__background__/0") == "_background__/0"
+    assert member_key("a/__x__/0") == "a/__x__/0" and member_key("__x__") == "__x__"
+
+
 def test_members_that_would_be_one_feature() -> None:
     from fastload.cli.convert.sample_forms import Sample, as_features
 
@@ -467,6 +486,7 @@ def test_members_that_would_be_one_feature() -> None:
         return as_features(Sample("0001", {name: memoryview(data) for name, data in parts.items()}, None, 0))
 
     assert set(features(jpg=b"1", cls=b"2")) == {"key", "image", "label"}
+    assert set(features(png=b"1", jpg=b"2", cls=b"3")) == {"key", "png", "jpg", "label"}, "one is a mask"
     for parts in ({"cls": b"3", "label": b"x"}, {"jpg": b"1", "image": b"2"}, {"key": b"x"}):
         with pytest.raises(DecodeError, match="second feature"):
             features(**parts)

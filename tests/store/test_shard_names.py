@@ -88,6 +88,20 @@ def test_every_way_to_name_shards(kind: str, tmp_path: Path, monkeypatch: pytest
     assert len(labels(read(one, workers=1), LABEL[kind])) == COUNTS[2]
 
 
+def test_files_of_a_list_and_of_braces_are_read_in_the_order_given(kind: str, tmp_path: Path) -> None:
+    """As WebDataset and pyarrow read them; by their keys "part-10" comes before "part-9"."""
+    bodies = list(shards(kind).values())[:3]
+    url = write(tmp_path, {f"part-{number}.{kind}": body for number, body in enumerate(bodies, 9)})
+
+    def in_order(name: Any) -> list[int]:
+        return labels(read(opened(kind, name), workers=1, shuffle=False), LABEL[kind])
+
+    ninth, tenth, last = (in_order(f"{url}/part-{number}.{kind}") for number in (9, 10, 11))
+    assert in_order(f"{url}/part-{{9..11}}.{kind}") == ninth + tenth + last
+    assert in_order([f"{url}/part-{number}.{kind}" for number in (11, 9, 10)]) == last + ninth + tenth
+    assert in_order(url) == tenth + last + ninth, "of a prefix: by their keys"
+
+
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [

@@ -99,7 +99,11 @@ def test_tar_of_other_tools_with_directories_long_and_spaced_names_is_indexed(tm
                 info = tarfile.TarInfo(f"{stem}.{end}" if end != ".hidden" else "./.hidden")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
+    data = closing(dataset("tar", str(tmp_path), transform=CROP))
+    streamed = {one for ids, _ in read(data) for one in ids}
     assert run(tmp_path)["samples"] == 9
+    indexed = closing(dataset("tar", str(tmp_path), transform=CROP))
+    assert {indexed._record(number) for number in range(9)} == streamed, "the cache knows them by these"
     assert (tmp_path / "x.idx").read_bytes().startswith(b"v1.1 9\n")
     assert open_at_random("tar", tmp_path) == list(range(9))
 

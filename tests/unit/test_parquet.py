@@ -112,6 +112,18 @@ def test_damaged_image_of_hugging_face_is_a_decode_error_of_its_row(tmp_path: Pa
     assert set(found) == {0, 2}
 
 
+@pytest.mark.parametrize("mode", [None, "raw"])
+def test_bytes_within_a_struct_are_bytes_as_pyarrow_has_them(tmp_path: Path, mode: Any) -> None:
+    rows = [{"inner": {"md5": bytes(16), "id": 1}}, {"inner": {"md5": bytes(range(16)), "id": 2}}]
+    cache = None if mode is None else Cache(tmp_path / "cache", mode)
+    for _ in range(2):
+        data = one(tmp_path, parquet({"m": rows}), cache=cache)
+        [batch] = fastload.DataLoader(data, 2)
+        assert [data[0]["m"], data[1]["m"]] == rows
+        assert batch["m"]["inner"]["md5"] == [row["inner"]["md5"] for row in rows]
+        data.close()
+
+
 def test_null_is_none_for_text_and_an_error_for_numbers(tmp_path: Path) -> None:
     data = one(tmp_path, parquet({"text": ["a", None], "n": [1, None], "v": [[1.0], [None]]}))
     assert data[0]["text"] == "a"
@@ -268,6 +280,7 @@ def test_prefix_leaves_out_logs_and_drafts(tmp_path: Path) -> None:
         ([[("label", "==", 5)], [("name", "in", ["n7", "n9"])]], [5, 7, 9]),
         ([("label", "<=", 4), ("label", "not in", (1, 2)), ("name", "!=", "n3")], [0, 4]),
         ([("label", ">", 1000)], []),
+        ([("label", "in", [2.0, 3.5])], [2]),
     ],
     ids=str,
 )

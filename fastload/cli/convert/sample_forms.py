@@ -1,13 +1,14 @@
 """The two forms of a sample: members of a WebDataset tar, and features of a tf.train.Example.
 
     member                      feature
-    KEY.jpg, .png, .webp, ...   image: bytes       the first image; its bytes say what it is
+    KEY.jpg, .png, .webp, ...   image: bytes       a sample's only image; its bytes say what it is
+    KEY.jpg, .seg.png, ...      jpg, seg.png, ...: bytes                    several images
     KEY.cls                     label: int
     KEY                         key: bytes
     KEY.json, .txt, .npy, ...   json, txt, npy, ...: bytes
 
-and back: other names of images get their name in front ("mask" -> KEY.mask.png), one byte string is a member
-of the feature's name, several are numbered, numbers are JSON.
+and back: other names of images get their kind behind them ("mask" -> KEY.mask.png), one byte string is a
+member of the feature's name, several are numbered, numbers are JSON.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def member_key(name: str) -> str:
     text = name.encode("utf-8", "backslashreplace").decode().replace("\\", "_")
     text = "".join(filter(str.isprintable, re.sub(r"\s", "_", text)))
     parts = [part for part in text.replace("__MACOSX/", "_MACOSX/").split("/") if part not in ("", ".", "..")]
+    if len(parts) > 1 and re.fullmatch("__.*__", parts[0]):  # WebDataset passes over all of such a folder
+        parts[0] = parts[0][1:]
     *directories, last = parts or ["_"]
     return "/".join([*directories, last.replace(".", "_")])
 
@@ -108,11 +111,12 @@ def as_features(sample: Sample) -> dict[str, Any]:
     from fastload.datasets.sample_files import IMAGES  # it imports torch
 
     features: dict[str, Any] = {"key": sample.key.encode("utf-8", "surrogateescape")}
+    images = [extension for extension in sample.members if extension in IMAGES]
     for extension, content in sample.members.items():
         name, value = extension, content
         if extension == "cls" and re.fullmatch(rb"\s*-?[0-9]{1,18}\s*", content):
             name, value = "label", int(bytes(content))
-        elif extension in IMAGES and "image" not in features:
+        elif images == [extension]:  # with a mask beside it, the name says which is which
             name = "image"
         if name in features:
             raise DecodeError(f"member {extension!r} would be a second feature {name!r}", key=sample.key)
@@ -139,6 +143,8 @@ def as_members(sample: Sample) -> Sample:
 
 
 def _members(name: str, values: Any) -> dict[str, Any]:
+    from fastload.datasets.sample_files import IMAGES  # it imports torch
+
     plain = re.sub(r"[^a-z0-9_.-]", "_", name.lower()).strip(".") or "_"
     if not isinstance(values, list):
         if name in _LABEL_FEATURES and len(values) == 1 and values.dtype == "int64":
@@ -146,8 +152,10 @@ def _members(name: str, values: Any) -> dict[str, Any]:
         return {f"{plain}.json": json.dumps(values.tolist()).encode()}
     if len(values) == 1:
         extension = _image_kind(values[0])
-        if extension:
-            return {extension if name in _IMAGE_FEATURES else f"{plain}.{extension}": values[0]}
+        if extension and name in _IMAGE_FEATURES:
+            return {extension: values[0]}
+        if extension and plain.rpartition(".")[2] not in IMAGES:
+            return {f"{plain}.{extension}": values[0]}
         return {plain: values[0]}
     return {f"{plain}.{number}": value for number, value in enumerate(values)} or {f"{plain}.json": b"[]"}
 
