@@ -10,20 +10,34 @@ from bench.show.charts import Colours, Specification, write_both
 
 # How much more the last third may hold than the second one: the first third fills allocators and caches.
 ALLOWED = {"memory": 15.0, "descriptors": 2, "threads": 1, "processes": 1, "shared": 2, "files": 4}
+FEW = 20  # epochs; a median of fewer says little
 WARM_UP = 0.15  # hours; a soak that lasted less than four times this long tells nothing
 
 Lines = list[dict[str, Any]]
 
 
 def growth(lines: Lines) -> dict[str, float]:
-    """Name -> median of the last third less that of the second one; empty where the soak was too short."""
+    """Name -> median of the last third less that of the second one; empty where the soak was too short.
+
+    Memory: the larger difference of the epochs with the client's process, and of those without.
+    """
     hours = lines[-1]["hours"] if lines else 0.0
     if hours < 4 * WARM_UP:
         return {}
     thirds: list[Lines] = [[], [], []]
     for line in lines:
         thirds[min(int(3 * line["hours"] / hours), 2)].append(line)
-    return {name: median(thirds[2], name) - median(thirds[1], name) for name in ALLOWED}
+    _, second, last = thirds
+    found = {name: median(last, name) - median(second, name) for name in ALLOWED}
+    kinds = {line["alive"] for line in last} & {line["alive"] for line in second}
+    alike = [
+        [[line for line in third if line["alive"] == kind] for third in (second, last)] for kind in kinds
+    ]
+    often = [(before, after) for before, after in alike if min(len(before), len(after)) >= FEW]
+    found["memory"] = max(
+        (median(after, "memory") - median(before, "memory") for before, after in often), default=0.0
+    )
+    return found
 
 
 def grown(lines: Lines) -> list[str]:

@@ -29,8 +29,10 @@ def held(cache: Path) -> dict[str, float]:
     """Return the resources of this process and of those that it started."""
     me = psutil.Process()
     family = [me, *me.children(recursive=True)]
+    memory = [own_memory(process.pid) for process in family]
     return {
-        "memory": sum(own_memory(process.pid) for process in family) / 1e6,
+        "memory": sum(memory) / 1e6,
+        "alive": sum(map(bool, memory)),  # without the client's process, if it has ended
         "descriptors": me.num_fds(),
         "threads": me.num_threads(),
         "processes": len(family),
