@@ -22,7 +22,7 @@ from fastload.formats.pieces import HEAD, Inflater, Offsets, is_compressed, too_
 from fastload.formats.tar import parse_wids
 from fastload.shards.formats import FORMATS, IndexFiles, ShardFormat, format_of_index
 from fastload.shards.index import RecordOffsets, ShardIndex, digest_of
-from fastload.shards.names import Named, check_name, is_index, listed_url, resolve
+from fastload.shards.names import INDEX_FILES, Named, check_name, is_index, listed_url, resolve
 from fastload.shards.reader import Shard, naming, read_in_turn
 from fastload.store import Store, open_store, with_budget
 from fastload.store.failures import Wait, sleep
@@ -156,7 +156,7 @@ class ShardList:
         store, manifest, rows = self.store, self._manifest, self._indexes
         if index is not None and index is not True:
             store = open_store(index, **self._options)
-            manifest = self._list(store, Named(os.fspath(index), Selection(r".*\.(?:idx|index)")))
+            manifest = self._list(store, Named(os.fspath(index), Selection(INDEX_FILES)))
             rows = {manifest.key(row): row for row in range(len(manifest))}
         beside = index is None or index is True
         found = {}

@@ -26,7 +26,7 @@ _SPECIAL = re.compile(r"[*?\[]")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _OPERATORS = re.compile(r"[\\\[&~|]|-(?=-)")  # of sets in regular expressions, and not in globs
 _STARS = {"": "", "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
-_INDEX_FILES = r".*\.(?:idx|index)"
+INDEX_FILES = r".*\.(?:idx|index)"
 _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
 
 
@@ -79,7 +79,7 @@ def resolve(
     required = tuple(sorted(key for key in keys if not _SPECIAL.search(key)))
     if patterns and heads:
         raise ArgumentError("a glob needs a store that can list: over http, use braces or a list")
-    selection = Selection("|".join([*patterns, _INDEX_FILES]), required, heads)
+    selection = Selection("|".join([*patterns, INDEX_FILES]), required, heads)
     if globs:
         selection = selection._replace(wanted=f"matched by {', '.join(map(repr, globs))}")
     return Named(root or ".", selection, () if globs else tuple(keys))
@@ -92,7 +92,7 @@ def _prefix(name: str, form: ShardFormat) -> Named:
     if other is not None:
         raise ArgumentError(f"url {name!r} is named as {other[0]}: read it with fastload.{other[1]}")
     hidden = r"(?!(?:.*/)?[._])" if form.skips_hidden else ""
-    pattern = f"{hidden}(?:{form.names})|{_INDEX_FILES}"
+    pattern = f"{hidden}(?:{form.names})|{INDEX_FILES}"
     alone = None
     if base and not directory.endswith(":/"):
         root = directory or ("/" if name.startswith("/") else ".")
@@ -102,7 +102,7 @@ def _prefix(name: str, form: ShardFormat) -> Named:
 
 def is_index(key: str) -> bool:
     """Return whether an object beside shards is an index file."""
-    return re.fullmatch(_INDEX_FILES, key, re.DOTALL) is not None
+    return re.fullmatch(INDEX_FILES, key, re.DOTALL) is not None
 
 
 def check_name(name: Any, root: str) -> str:
