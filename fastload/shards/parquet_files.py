@@ -138,8 +138,9 @@ def _holds(condition: Condition, column: Any) -> Any:
             # A float32 is compared as a double, as `=` and the statistics of a row group have it.
             kind = pa.float64() if pa.types.is_floating(column.type) else column.type
             values = list(value)
-            if pa.types.is_integer(kind):  # to which Arrow would cut a float
-                values = [one for one in values if not isinstance(one, float) or one.is_integer()]
+            if pa.types.is_integer(kind):  # Arrow would cut a float
+                floats = float | np.floating
+                values = [one for one in values if not isinstance(one, floats) or one.is_integer()]
             found = pc.is_in(column.cast(kind), value_set=pa.array(values, kind))
             return found if operator == "in" else pc.invert(found)
         # Arrow takes an int for an int64, and would cast a column of uint64 to it.

@@ -280,7 +280,7 @@ def test_prefix_leaves_out_logs_and_drafts(tmp_path: Path) -> None:
         ([[("label", "==", 5)], [("name", "in", ["n7", "n9"])]], [5, 7, 9]),
         ([("label", "<=", 4), ("label", "not in", (1, 2)), ("name", "!=", "n3")], [0, 4]),
         ([("label", ">", 1000)], []),
-        ([("label", "in", [2.0, 3.5])], [2]),
+        ([("label", "in", [2.0, 3.5, np.float32(4.5)])], [2]),
     ],
     ids=str,
 )
