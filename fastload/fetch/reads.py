@@ -411,7 +411,7 @@ class SampleReads:
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body, read.index)
         if self._closed and self._cache is not None:
-            self._cache.close()  # modes that choose have asked it for its room
+            self._cache.close()  # a mode that chooses has just asked it for room, which opened it again
         elif self._cache is not None and key is not None:
             if isinstance(payload, Unindexed):
                 # Not with `read`, which holds the payload: that would be a circle.

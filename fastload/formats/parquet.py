@@ -295,7 +295,7 @@ def decoded_bytes(
 
 
 def _pages(chunk: Any, source: Any) -> list[_Page]:
-    """Return the pages of a column chunk to its last value, which may lie in the padding, as for pyarrow."""
+    """Return the pages of a column chunk. As pyarrow does, read to its last value, even into the padding."""
     at = _start_of(chunk)
     stop, pages, values = at + chunk.total_compressed_size, [], 0
     while at < stop or values < chunk.num_values:

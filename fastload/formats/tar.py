@@ -39,7 +39,7 @@ _ZEROS = bytes(BLOCK)
 # Of the extended headers before one member. All are parsed again as more of them arrives: a chain of
 # them without a limit would take quadratic time. tar writes at most four.
 _MOST_META, _MOST_HEADERS = 1 << 20, 16  # bytes, headers
-_MOST_SKIPPED = 1 << 20  # bytes
+_MOST_SKIPPED = 1 << 20  # bytes in front of a sample that are read as part of it
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _PAX = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from fastload.datasets.mixture import new_sampler
@@ -15,8 +16,8 @@ from fastload.testing.promises import (
     check_same,
     check_same_lists,
     contents,
+    made,
     not_promised,
-    seeded,
 )
 from fastload.testing.read_tests import ReadTests
 
@@ -138,21 +139,14 @@ class DatasetTests(ReadTests):
 
     def test_loader_gives_the_samples_of_the_dataset(self) -> None:
         dataset = self.make()
-        direct, drew = [], set()
-        for index in range(len(dataset)):
-            with seeded(SEED) as has_drawn:
-                direct.append(contents(dataset[index]))
-                if has_drawn():
-                    drew.add(index)
+        direct = [made(partial(dataset.__getitem__, index), SEED) for index in range(len(dataset))]
         other = [self._sample(dataset, index, OTHER_SEED) for index in range(len(dataset))]
-        steady = [
-            index for index, sample in enumerate(direct) if sample == other[index] and index not in drew
-        ]
+        steady = [at for at, (sample, drew) in enumerate(direct) if sample == other[at] and not drew]
         if not steady:
             not_promised("all samples draw random numbers, which are others in a loader")
         check_same_lists(
             "a loader gives the samples that dataset[index] gives",
-            [direct[index] for index in steady],
+            [direct[index][0] for index in steady],
             self._epoch(
                 dataset, sampler=steady, seed=None
             ),  # with a seed, __getitems__ gets one index a call
@@ -265,8 +259,7 @@ class DatasetTests(ReadTests):
         return super()._loader(dataset, **options)
 
     def _sample(self, dataset: Any, index: int, seed: int = SEED) -> Contents:
-        with seeded(seed):
-            return contents(dataset[index])
+        return made(partial(dataset.__getitem__, index), seed)[0]
 
     def _must_raise_index_error(self, dataset: Any, index: int) -> None:
         promise = "an index that no sample has raises IndexError"
@@ -354,8 +347,7 @@ class IterableDatasetTests(ReadTests):
     def test_same_seed_gives_the_same_samples(self) -> None:
         for workers in (0, 2):
             options, name = self._processes(workers)
-            # Whole samples: `identify` leaves out the random numbers.
-            first, second = (self._whole(self.make(), **options) for _ in range(2))
+            first, second = (self._read(self._loader(self.make(), **options), whole=True) for _ in range(2))
             check_same_lists(
                 "two runs with one seed give the same samples in the same order",
                 first,
@@ -387,10 +379,6 @@ class IterableDatasetTests(ReadTests):
     def _contents(self, sample: Any) -> Contents:
         key = self.identify(sample)
         return contents(sample if key is None else key)
-
-    def _whole(self, dataset: Any, **options: Any) -> list[Contents]:
-        with seeded(SEED):
-            return [contents(sample) for batch in self._loader(dataset, **options) for sample in batch]
 
     def _check_workers(self, kinds: Sequence[tuple[str, int]]) -> None:
         expected = self._epoch(self.make())

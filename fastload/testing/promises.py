@@ -215,17 +215,20 @@ def not_promised(why: str) -> NoReturn:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[Callable[[], bool]]:
-    """Seed a block: the process's generators (torch's of the CPU, Python's, numpy's) begin with this seed.
-
-    The value is a function that tells whether the block has drawn from one of them so far.
-    """
+def seeded(seed: int) -> Iterator[None]:
+    """Seed a block: the process's generators (torch's of the CPU, Python's, numpy's) begin with this seed."""
     with GeneratorStates():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
+        yield
+
+
+def made(call: Callable[[], Any], seed: int) -> tuple[Contents, bool]:
+    """Return (what a call gives with this seed, whether it draws from the process's generators)."""
+    with seeded(seed):
         before = _generators()
-        yield lambda: _generators() != before
+        return contents(call()), _generators() != before
 
 
 def _generators() -> Hashable:

@@ -203,9 +203,11 @@ class ReadTests:
     def _contents(self, sample: Any) -> Contents:
         return contents(sample)
 
-    def _read(self, loader: Any) -> list[Contents]:
+    def _read(self, loader: Any, *, whole: bool = False) -> list[Contents]:
+        """Return the samples of an epoch; not `whole`: without what `identify` leaves out."""
+        told = contents if whole else self._contents
         with seeded(SEED):
-            return [self._contents(sample) for batch in loader for sample in batch]
+            return [told(sample) for batch in loader for sample in batch]
 
     def _epoch(self, dataset: Any, **options: Any) -> list[Contents]:
         return self._read(self._loader(dataset, **options))

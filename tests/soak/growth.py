@@ -29,15 +29,12 @@ def growth(lines: Lines) -> dict[str, float]:
         thirds[min(int(3 * line["hours"] / hours), 2)].append(line)
     _, second, last = thirds
     found = {name: median(last, name) - median(second, name) for name in ALLOWED}
-    kinds = {line["alive"] for line in last} & {line["alive"] for line in second}
-    alike = [
-        [[line for line in third if line["alive"] == kind] for third in (second, last)] for kind in kinds
-    ]
-    often = [(before, after) for before, after in alike if min(len(before), len(after)) >= FEW]
-    found["memory"] = max(
-        (median(after, "memory") - median(before, "memory") for before, after in often), default=0.0
-    )
-    return found
+    of_memory: list[float] = []
+    for alive in {line["alive"] for line in lines}:
+        before, after = ([line for line in third if line["alive"] == alive] for third in (second, last))
+        if min(len(before), len(after)) >= FEW:
+            of_memory.append(median(after, "memory") - median(before, "memory"))
+    return found | {"memory": max(of_memory, default=0.0)}
 
 
 def grown(lines: Lines) -> list[str]:
